@@ -178,5 +178,5 @@ def no_forward(model: torch.nn.Module) -> Iterator[None]:
 def as_if(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that reads a tensor waits, as with a GPU, or does not."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("hf_spec.") and hasattr(module, "waits") and module is not transfer:
-            monkeypatch.setattr(module, "waits", lambda device: waits)
+        if name.startswith("hf_spec.") and hasattr(module, "is_async") and module is not transfer:
+            monkeypatch.setattr(module, "is_async", lambda device: waits)

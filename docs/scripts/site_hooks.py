@@ -29,6 +29,7 @@ import typer
 from mkdocs.structure.files import File, Files
 
 import hf_spec
+from hf_spec.core.checks import said_of
 from hf_spec.tools.cli.main import app
 
 log = logging.getLogger("mkdocs.hooks.hf_spec")  # warnings of this logger fail a strict build
@@ -142,7 +143,8 @@ def undocumented() -> Iterator[str]:
         if dataclasses.is_dataclass(value):
             text = "".join(base.__doc__ for base in ours(value) if described(base))
             for field in dataclasses.fields(value):
-                written = field.metadata.get("help") or re.search(rf"\b{field.name}\b", text)
+                written = re.search(rf"\b{field.name}\b", text)
+                written = written or said_of(value, field.name).get("help")
                 if not written and not foreign(value, field.name):
                     yield f"hf_spec.{name}.{field.name}"
         for member, inside in vars(value).items():
@@ -204,7 +206,7 @@ def fields(name: str) -> str:
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        text = field.metadata.get("help", "").replace("|", "\\|")
+        text = said_of(value, field.name).get("help", "").replace("|", "\\|")
         rows.append(f"| `{field.name}` | `{default!r}` | {text} |")
     return "\n".join(rows)
 

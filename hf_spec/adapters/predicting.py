@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_spec.adapters.base_model import facts_of
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.core.checks import SHARE, check_count, count, setting
+from hf_spec.core.checks import SHARE, check_count, choice, count, setting
 from hf_spec.core.limits import MAX_RANK, MAX_SHAPE, MAX_SIZE
 from modeling_patches.support import kv_shape
 from modeling_patches.weights import input_features, output_features, placement
@@ -19,6 +19,24 @@ TRAINED = {"markov_rank": 128}
 MARKOV_HEAD = "markov_embedding", "markov_output", "markov_state"
 #: Parameter name of the predicted tokens, if these are not all tokens.
 VOCABULARY = "draft_vocabulary"
+
+
+@dataclass
+class ObjectiveConfig(SpecPeftConfig):
+    """Config of an adapter whose training says what its predictions learn from, and which count."""
+
+    loss: str = setting(
+        "distillation",
+        "distillation: KL divergence from the base's own distributions. hard: cross-entropy of the "
+        "answers' tokens.",
+        choice("distillation", "hard"),
+    )
+    decay: float | None = setting(
+        None,
+        "Weight of a distance in the loss, relative to that of the distance before; null: what it "
+        "adds to the expected number of accepted tokens (D-PACE).",
+        SHARE,
+    )
 
 
 @dataclass
@@ -101,7 +119,7 @@ class PredictingConfig(VocabularyConfig):
 
 
 @dataclass
-class FrontConfig(PredictingConfig):
+class PrefixKVConfig(PredictingConfig):
     """Base of configs of adapters with a prefix KV, which has the shape of the base's KV cache."""
 
     num_layers: int | None = setting(

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_spec.cache.attention import AttentionLayer, zeros
 from hf_spec.core import mask as masks
 from hf_spec.core.buckets import bucket
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 
 #: Views end on multiples of this many slots: fused attention kernels need aligned masks.
 ALIGNMENT = 16
@@ -166,9 +166,10 @@ class AttentionStates:
         return max(SMALLEST, bucket(slots)) if self._recur else -(-slots // STEP) * STEP
 
     def release(self) -> list[Tensor]:
-        """Return the buffers for use by another cache; this one must not be used again."""
+        """Return the buffers for use by another cache, if any will have such; this one must not be
+        used again."""
         buffers, self._groups = [storage for storage, _ in self._groups], []
-        return buffers
+        return buffers if self._recur else []
 
     def rehouse(self, allocate: Allocate | None) -> list[Tensor]:
         """Move everything into buffers of this allocator, see :meth:`allocate_by`; return the old
@@ -351,7 +352,7 @@ class AttentionStates:
         that change their index are copied."""
         moved = [(index, row) for index, row in enumerate(rows) if index != row]
         for storage, _ in self._groups if moved else ():
-            into, source = (sent(x, storage.device) for x in zip(*moved))
+            into, source = (to_device(x, storage.device) for x in zip(*moved))
             used = storage[:, :, :, : self.front + length]
             used.index_copy_(1, into, used.index_select(1, source))
         self.batch_size = len(rows)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from modeling_patches.recurrences import CONV, Kept, Rule, Step
 
 #: ``conv`` or ``rule``, the layer, and the number of the state in it.
@@ -178,7 +178,7 @@ class RecurrentStates:
             return last.before.tensors
         advanced = []
         for keys, states in zip(self.groups, last.before.tensors):
-            count = sent(list(counts), states.device)
+            count = to_device(list(counts), states.device)
             path = last.path[:, : max(counts)].to(states.device)
             advanced.append(self._advance(keys, states, last, path, count))
         return advanced
@@ -331,5 +331,7 @@ def stock_states(layers: Sequence[Any]) -> Iterator[tuple[StateKey, Tensor]]:
 
 
 def _selected(snapshot: StateSnapshot, rows: Sequence[int]) -> StateSnapshot:
-    tensors = [tensor.index_select(1, sent(rows, tensor.device)) for tensor in snapshot.tensors]
+    tensors = [
+        tensor.index_select(1, to_device(rows, tensor.device)) for tensor in snapshot.tensors
+    ]
     return StateSnapshot([snapshot.lengths[row] for row in rows], tensors)

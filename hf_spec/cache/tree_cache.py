@@ -25,7 +25,7 @@ from hf_spec.cache.attention import AttentionLayer
 from hf_spec.cache.buffers import Allocate, AttentionStates, aligned
 from hf_spec.cache.recurrent import RecurrentStates
 from hf_spec.cache.stateful import OpenBlock, StatefulCache
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from modeling_patches.recurrences import Rule
 
@@ -114,7 +114,7 @@ class TreeCache(StatefulCache):
             pairs = zip(self.tokens, lengths)
             self.tokens = [row if len(row) <= n else row[:n] for row, n in pairs]
         self.host_lengths = lengths
-        self.lengths = sent(lengths, self.lengths.device)
+        self.lengths = to_device(lengths, self.lengths.device)
         self._floor = self._floor if floor is None else floor
 
     def depend_on(self, inputs: list[str]) -> None:
@@ -280,7 +280,7 @@ class TreeCache(StatefulCache):
         if self.recurrent is not None:
             self.recurrent.select(rows)
         if self.shift is not None:
-            self.shift = self.shift[:, sent(rows, self.shift.device)]
+            self.shift = self.shift[:, to_device(rows, self.shift.device)]
         tokens, floor = self.tokens, [self._floor[row] for row in rows]
         self.set_lengths([self.host_lengths[row] for row in rows], floor)
         self.tokens = None if tokens is None else [tokens[row] for row in rows]
@@ -335,7 +335,7 @@ class TreeCache(StatefulCache):
         if self.recurrent is not None:
             self.recurrent.cut(kept)
         if self.shift is not None and 0 in kept:
-            self.shift = self.shift * sent([n > 0 for n in kept], self.shift.device)
+            self.shift = self.shift * to_device([n > 0 for n in kept], self.shift.device)
         self.set_lengths(kept, [floor if n else 0 for n, floor in zip(kept, self._floor)])
 
     def reachable(self, lengths: Sequence[int]) -> list[int]:

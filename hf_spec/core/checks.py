@@ -127,15 +127,10 @@ def setting(
 
 
 def check_fields(given: Any) -> None:
-    """Raise a ValueError unless the fields of a dataclass follow what :func:`setting` says of them,
-    or of those that they replace in a base class."""
+    """Raise a ValueError unless the fields of a dataclass follow what :func:`setting` says of
+    them."""
     for item in dataclasses.fields(given):
-        value = getattr(given, item.name)
-        bases = (getattr(one, "__dataclass_fields__", {}) for one in type(given).__mro__)
-        metadata: dict[str, Any] = {}
-        for fields in bases:
-            if item.name in fields:
-                metadata = {**fields[item.name].metadata, **metadata}
+        value, metadata = getattr(given, item.name), said_of(type(given), item.name)
         rule, only = metadata.get("rule"), metadata.get("only", {})
         if rule is not None and not (value is None and "None" in str(item.type)):
             rule(item.name, value)
@@ -145,6 +140,17 @@ def check_fields(given: Any) -> None:
                     f"{item.name}={value!r} with {name}={getattr(given, name)!r}: it belongs to "
                     f"{name}={' or '.join(map(repr, values))}. Give that, or leave {item.name} out."
                 )
+
+
+def said_of(kind: Any, name: str) -> dict[str, Any]:
+    """What :func:`setting` says of a field of a dataclass, and of those that it replaces in base
+    classes: a class that only has another default gives just that."""
+    found: dict[str, Any] = {}
+    for one in kind.__mro__:
+        fields = getattr(one, "__dataclass_fields__", {})
+        if name in fields:
+            found = {**fields[name].metadata, **found}
+    return found
 
 
 def distinct_layers(name: str, layers: Any, high: int | None = None, why: str = "") -> list[int]:

@@ -16,7 +16,7 @@ MAX_FUTURE = 256
 #: Probes under a node.
 MAX_PROBES = 1024
 #: Learned tokens before a sequence.
-MAX_FRONT = 4096
+MAX_PREFIX_KV = 4096
 #: Residual blocks of a head.
 MAX_BLOCKS = 64
 #: Rank and alpha of low-rank updates.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def sent(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
     """``torch.as_tensor(values, dtype, device)`` without making the host wait, unless it gets what
     a device has.
 
@@ -18,6 +18,6 @@ def sent(values: Any, device: torch.device | str, dtype: torch.dtype | None = No
     return own.to(device, dtype, non_blocking=own.device.type == "cpu")
 
 
-def waits(device: torch.device) -> bool:
+def is_async(device: torch.device) -> bool:
     """Whether a host that reads a tensor of this device waits for the work queued there."""
     return device.type != "cpu"

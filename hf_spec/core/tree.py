@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from hf_spec.core.host_tree import HostTree, Row
 from hf_spec.core.probes import ProbeGroup, ProbeLayout
 from hf_spec.core.token_tree import TokenTree, depths_of
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Tree:
             under = probes.depths(depths, group)
             parts[:4, :, nodes:end] = probes.kinds, probes.nodes, under, probes.real
             parts[4:, :, :count] = probes.first, probes.counts
-        tokens, parents, deep, valid, *places = sent(parts, device)
+        tokens, parents, deep, valid, *places = to_device(parts, device)
         first, counts = (part[:, :nodes] for part in places) if places else (None, None)
         tree = Tree(
             tokens, parents, deep, valid.bool(), tuple(sizes), row_depths,
@@ -143,7 +143,7 @@ class Tree:
         )  # fmt: skip
         if shape is None:  # else it is forwarded; it may still be cut
             return tree
-        return tree.with_ancestors(sent(host.ancestors(group, probes, shape), device))
+        return tree.with_ancestors(to_device(host.ancestors(group, probes, shape), device))
 
     @staticmethod
     def packed(parents: Tensor, depths: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class Tree:
         if self.is_chain and self.host is None and min(self.row_sizes) + 1 == nodes:
             order = torch.arange(nodes, device=device)
             return (order <= order[:, None]).expand(self.batch_size, -1, -1)
-        return sent(self.structure.ancestors(self.group, self.probes), device)
+        return to_device(self.structure.ancestors(self.group, self.probes), device)
 
     @property
     def drafted(self) -> Tree:
@@ -270,7 +270,7 @@ class Tree:
 
     def without(self, tokens: Sequence[int]) -> Tree:
         """The trees in which draft tokens of these ids cannot be accepted."""
-        unwanted = sent(tokens, self.tokens.device)
+        unwanted = to_device(tokens, self.tokens.device)
         found = torch.isin(self.tokens, unwanted).to(self.valid.device)
         found[:, 0] = False
         found[:, self.num_tokens :] = False  # probes, whose tokens are indices
@@ -280,7 +280,7 @@ class Tree:
         """The trees in which draft tokens deeper than this, per row, cannot be accepted."""
         if self.max_depth <= min(depths):
             return self
-        deep = self.depths > sent(depths, self.depths.device)[:, None]
+        deep = self.depths > to_device(depths, self.depths.device)[:, None]
         deep[:, self.num_tokens :] = False  # probes
         return self.changed(valid=self.valid & ~deep, host=None)
 
@@ -363,12 +363,12 @@ class Tree:
 @lru_cache(maxsize=256)
 def _of_shapes(shapes: tuple[TokenTree, ...], device: str) -> Tree:
     above = filled([shape.parents for shape in shapes])
-    parents = sent(above, device)
+    parents = to_device(above, device)
     sizes = tuple(shape.num_draft_tokens for shape in shapes)
-    real = sent(filled([[True] * len(shape) for shape in shapes], False), device)
+    real = to_device(filled([[True] * len(shape) for shape in shapes], False), device)
     return Tree(
         torch.zeros_like(parents), parents,
-        sent(filled([shape.depths for shape in shapes], 1), device), real, sizes,
+        to_device(filled([shape.depths for shape in shapes], 1), device), real, sizes,
         tuple(shape.max_depth for shape in shapes), all(shape.is_chain for shape in shapes),
         above=above,
     )  # fmt: skip

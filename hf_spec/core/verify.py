@@ -6,7 +6,7 @@ is lossy. The rules see a tree, its tokens and the target's scores, but no model
 Symbols: p is the target distribution at a node (after all logits processors), q the draft's.
 
 All stay on the device, down to the deepest draft token. Where the host may read tensors at no cost,
-a rule that walks down the tree can be told to ask (``asks``) whether any row goes on.
+a rule that walks down the tree can be told to ask (``early_exit``) whether any row goes on.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def match(tree: Tree, targets: Tensor) -> StepResult:
 
 
 def match_along(
-    tree: Tree, choose: ChooseFn, active: Tensor, asks: bool = False, lockstep: bool = False
+    tree: Tree, choose: ChooseFn, active: Tensor, early_exit: bool = False, lockstep: bool = False
 ) -> StepResult:
     """Match rule node by node: needs the target's tokens only along the accepted path.
 
@@ -188,7 +188,7 @@ def match_along(
         tree: as in :func:`match`.
         choose: see its type.
         active: ``(batch,)`` bool, unfinished rows; the others accept nothing.
-        asks: stop as soon as no row goes on. This reads a tensor at each depth.
+        early_exit: stop as soon as no row goes on. This reads a tensor at each depth.
         lockstep: all unfinished rows accept equally many nodes: as many as the row that accepts
             the fewest.
     """
@@ -203,14 +203,14 @@ def match_along(
         active = active & hit.any(-1)
         if lockstep:
             active = active & (active | ~unfinished).all()
-        if asks and not active.any():
+        if early_exit and not active.any():
             break
         last = torch.where(active, hit.int().argmax(-1), last)
         counts = counts + active
     return _along_path(tree, last, counts, bonus[:, None], probes)
 
 
-def rejection(tree: Tree, scores: ScoreFn, active: Tensor, asks: bool = False) -> StepResult:
+def rejection(tree: Tree, scores: ScoreFn, active: Tensor, early_exit: bool = False) -> StepResult:
     """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023), for trees as well as chains.
 
     For draft tokens x sampled independently from q: accept with min(1, p(x) / q(x)); after a
@@ -221,7 +221,7 @@ def rejection(tree: Tree, scores: ScoreFn, active: Tensor, asks: bool = False) -
     Args:
         tree: the draft tree of each row, with the distributions ``q``.
         scores: see its type.
-        active, asks: as in :func:`match_along`.
+        active, early_exit: as in :func:`match_along`.
     """
     tree, probes = tree.drafted, tree.probe_counts
     tokens, draft = tree.tokens, tree.q
@@ -237,7 +237,7 @@ def rejection(tree: Tree, scores: ScoreFn, active: Tensor, asks: bool = False) -
         active = torch.zeros_like(active)
         for _ in range(siblings):
             considered = children.any(-1)
-            if asks and not considered.any():
+            if early_exit and not considered.any():
                 break
             node = children.int().argmax(-1)
             x, q = tokens[rows, node][:, None], draft[rows, node].to(p.dtype)
@@ -250,7 +250,7 @@ def rejection(tree: Tree, scores: ScoreFn, active: Tensor, asks: bool = False) -
             p = torch.where((considered & ~accept)[:, None], residual, p)
             last, active = torch.where(accept, node, last), active | accept
             children = children.scatter(1, node[:, None], False) & ~accept[:, None]
-        if asks and not active.any():
+        if early_exit and not active.any():
             break
         counts = counts + active
         p = torch.where(active[:, None], scores(last, active, depth).softmax(-1), p)

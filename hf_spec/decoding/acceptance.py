@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from hf_spec.core import verify
 from hf_spec.core.buckets import bucket
-from hf_spec.core.transfer import sent, waits
+from hf_spec.core.transfer import is_async, to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
 from hf_spec.decoding.scoring import Scorer
@@ -157,16 +157,16 @@ class Acceptance:
             tree = tree.without(list(eos))
         self.recorded = []
         self._drawn_for = logits.shape[-1], logits.device
-        active = sent(unfinished, logits.device)
+        active = to_device(unfinished, logits.device)
         if self.options.acceptance == "typical":
             return self._typical(tree.drafted, logits, active)
         # A processor with a state must not be called for more tokens than are accepted.
-        asks = stateful or not waits(logits.device)
+        early_exit = stateful or not is_async(logits.device)
         score = self._along_path(tree.drafted, logits)
 
         def known(active: Tensor) -> list[bool]:
             """The rows that go on: all that are unfinished, if the host does not ask."""
-            return active.tolist() if asks else unfinished
+            return active.tolist() if early_exit else unfinished
 
         def scores(nodes: Tensor, active: Tensor, depth: int) -> Tensor:
             return score(nodes, known(active))
@@ -176,9 +176,9 @@ class Acceptance:
             return self._select(score(nodes, rows), rows, depth)
 
         if tree.q is not None and not stateful:
-            return verify.rejection(tree, scores, active, asks)
+            return verify.rejection(tree, scores, active, early_exit)
         # Also for rejection: equivalent for a greedy target, and exact for sampled drafts.
-        return verify.match_along(tree, choose, active, asks, self.scorer.lockstep)
+        return verify.match_along(tree, choose, active, early_exit, self.scorer.lockstep)
 
     def _select(self, scores: Tensor, rows: Sequence[bool] = (), depth: int = 0) -> Tensor:
         """The tokens ``(batch,)`` of these rows after ``depth`` accepted draft tokens."""

@@ -19,7 +19,7 @@ from transformers.generation.stopping_criteria import (
 
 from hf_spec.cache.buffers import SMALLEST
 from hf_spec.core.buckets import bucket
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.verify import HostResult
 
 #: More tokens than any call emits; sums of a few such numbers fit into int64.
@@ -140,7 +140,7 @@ class Sequences:
         ]
         if new:
             self._ids = _reserved(self._ids, max(self.lengths))
-            rows, columns, tokens = sent(new, self._ids.device).unbind(1)
+            rows, columns, tokens = to_device(new, self._ids.device).unbind(1)
             self._ids[rows, columns] = tokens
         self._sent = list(self.lengths)
         return self._ids
@@ -156,14 +156,14 @@ class Sequences:
         lengths = [self.lengths[row] for row in self.rows]
         capacity = max(bucket(max(lengths)), SMALLEST)
         self._ids = _reserved(self._ids, capacity)
-        numbers = sent([self.rows, [first[row] for row in self.rows], lengths], self.device)
+        numbers = to_device([self.rows, [first[row] for row in self.rows], lengths], self.device)
         return self.ids[numbers[0], :capacity], numbers[1:]
 
     def write(self, tokens: Tensor) -> None:
         """Put tokens ``(batch, n)`` into the scratch space of each row."""
         lengths = [self.lengths[row] for row in self.rows]
         self._ids = _reserved(self._ids, max(lengths) + tokens.shape[1])
-        rows, columns = sent([self.rows, lengths], self._ids.device)[:, :, None]
+        rows, columns = to_device([self.rows, lengths], self._ids.device)[:, :, None]
         columns = columns + torch.arange(tokens.shape[1], device=columns.device)
         self._ids[rows, columns] = tokens.to(self._ids)
 
@@ -231,7 +231,7 @@ class Sequences:
             self._asked_scores.append(self._column(1, length - self.width - 1))
             scores = tuple(self._asked_scores)
         answers = [
-            sent(criterion(shown, scores), shown.device, torch.bool).expand(len(every))
+            to_device(criterion(shown, scores), shown.device, torch.bool).expand(len(every))
             for criterion in self._by_column
         ]
         # A transfer for each column, as in plain generation: a stop decides what the next one is.

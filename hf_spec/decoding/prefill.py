@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from hf_spec.cache.convert import check_packable
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.decoding.cache_owner import CacheOwner
 from hf_spec.decoding.cache_reuse import begin_rope, check_gaps, new_tokens
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
@@ -25,7 +25,7 @@ from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.appending import Prefilled, append
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
-from hf_spec.model.hidden_states import Reads, captured, states_at
+from hf_spec.model.hidden_states import Reads, captured, gather_hidden
 from hf_spec.model.instructions import warn_if_slow
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Target
@@ -113,7 +113,7 @@ class _Prompt:
             cache.states.rehouse(owner.allocate)
         lengths = [length + count for length, count in zip(cache.host_lengths, new)]
         cache.states.limit = max(lengths) + self.budget
-        target = self._target(cache, sent(lengths, cache.lengths.device), self.later)
+        target = self._target(cache, to_device(lengths, cache.lengths.device), self.later)
         if target.rope is not None:
             target.rope.move(max(lengths))
         return append(target, rows)
@@ -197,4 +197,4 @@ def _read(
     real = real[:, -hidden.shape[1] :]
     order = torch.argsort(~real, dim=-1, stable=True)[:, : int(real.sum(-1).max())]
     rows = [row[keep].tolist()[1:] for row, keep in zip(ids, real)]
-    return states_at(hidden, order), rows
+    return gather_hidden(hidden, order), rows

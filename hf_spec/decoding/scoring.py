@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.call_sequences import Sequences
 
@@ -153,7 +153,7 @@ class Scorer:
             if len(rows) == len(scores):
                 scores = rowwise(self.sequences.ids, scores.clone())
             elif rows:
-                index = sent(rows, scores.device)
+                index = to_device(rows, scores.device)
                 processed = rowwise(self.sequences.ids, scores[index])
                 scores = scores.index_copy(0, index, processed)
         return scores.to(device)
@@ -187,7 +187,7 @@ class Scorer:
                 rows = [own == depth for own in depths]
                 suffix = tree.tokens.gather(1, order[:, 1 : depth + 1])
                 processed = self(logits[:, node].float(), suffix, rows)
-                here = sent(rows, scores.device)[:, None]
+                here = to_device(rows, scores.device)[:, None]
                 scores[:, node] = torch.where(here, processed, scores[:, node])
         return scores
 
@@ -197,7 +197,10 @@ class Scorer:
     ) -> Tensor:  # fmt: skip
         """:meth:`__call__` for processors that see the whole batch: once for each length."""
         sequences, size = self.sequences, suffix.shape[1]
-        index, shrunk = sent(sequences.rows, logits.device), len(logits) < len(sequences.lengths)
+        index, shrunk = (
+            to_device(sequences.rows, logits.device),
+            len(logits) < len(sequences.lengths),
+        )
         if shrunk and self._logits is not None:
             logits = self._logits.index_copy(0, index, logits)
         self._logits = scores = logits
@@ -214,7 +217,7 @@ class Scorer:
             if len(rows) == len(scores):
                 scores = processed
             else:
-                own = sent(rows, scores.device)
+                own = to_device(rows, scores.device)
                 scores = scores.index_copy(0, own, processed[own])
         return scores[index] if shrunk else scores
 

@@ -31,7 +31,7 @@ from hf_spec.decoding.cache_owner import CacheOwner
 from hf_spec.decoding.call_sequences import Sequences
 from hf_spec.decoding.prefill import prefill
 from hf_spec.drafting.drafter import Drafter
-from hf_spec.model.hidden_states import Reads, output_logits, taken
+from hf_spec.model.hidden_states import Reads, output_logits, supported_kwargs
 from hf_spec.model.rounding import tolerance
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
@@ -159,7 +159,7 @@ class Trial:
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
         return {
             "attention_mask": self.mask, CACHE: empty_cache(self.model), "use_cache": True,
-            **taken(self.model, position_ids=positions, logits_to_keep=1),
+            **supported_kwargs(self.model, position_ids=positions, logits_to_keep=1),
         }  # fmt: skip
 
     def _target(self, drafter: Drafter | None, reads: Reads) -> Target:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_spec.core.stats import Stopwatch
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.decoding.acceptance import Acceptance
@@ -153,7 +153,7 @@ class Steps:
                 stats.record(count, depth, tree.row_sizes[row], len(host.tokens[row]) - 1)
                 stats.num_pruned_tokens += tree.row_sizes[row] - kept.row_sizes[row]
         if not all(state.active):  # some rows may have stopped before their last accepted token
-            state.root = sent([row[-1] for row in state.tokens], state.root.device)
+            state.root = to_device([row[-1] for row in state.tokens], state.root.device)
         return HostResult(
             [path[:count] for path, count in zip(host.path, counts)],
             [tokens[:count] for tokens, count in zip(host.tokens, counts)],

@@ -12,21 +12,20 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_spec.core.buckets import bucket
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.drafting.draft_cache import DraftCache, Rows, TracedDraftCache, committed, whole
+from hf_spec.drafting.draft_cache import DraftCache, Rows, committed, whole
 from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
 from hf_spec.drafting.grow import Frontier, extended
 from hf_spec.drafting.state import DecodeState
-from hf_spec.model.graphs import Graphs
-from hf_spec.model.hidden_states import Reads, captured, states_at
+from hf_spec.model.hidden_states import Reads, captured, gather_hidden
 from hf_spec.model.programs import DraftProgram
 from modeling_patches.per_call import Changes
 
@@ -102,7 +101,7 @@ class AutoregressiveDrafter(ForwardDrafter):
         reads: the target's states that the network reads, of committed tokens.
     """
 
-    num_kept = 2
+    per_row = ("_root",)
 
     def __init__(
         self, model: Any, options: GrowOptions, network: DraftNetwork, reads: Reads,
@@ -114,16 +113,13 @@ class AutoregressiveDrafter(ForwardDrafter):
             self.outside = "the drafter's logits are a forward of the model's"
         #: What :meth:`DraftNetwork.run` returned of each sequence's last true row, the root's.
         self._root: tuple[Tensor, Tensor] | None = None
-        self._graphs: Graphs | None = None
-        self._block: Tree | None = None  # the drafted rows, as nodes
-        self._level: Tensor | None = None  # (batch, n, hidden) what rows after the last level take
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
-        graphs = self._graphs = state.target.graphs if self.network.compiles else None
+        graphs = state.target.graphs if self.network.compiles else None
         if graphs is not None:
             graphs.hold(self.network.own)
-        self.cache: Any = DraftCache.beside(state, self.network, state.root.device, graphs)
+        self.cache = DraftCache.beside(state, self.network, state.root.device, graphs)
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         """Run true rows and keep what the last one of each sequence says."""
@@ -136,20 +132,14 @@ class AutoregressiveDrafter(ForwardDrafter):
             found = network.run_true(tokens, network.features(states), before, rows, cache)
             cache.keep(counts, known)
             if known is not None:
-                counts = sent(known, counts.device)
+                counts = to_device(known, counts.device)
             last = (counts - 1).clamp(min=0)[:, None]
-            states, after = (states_at(one, last) for one in found)
+            states, after = (gather_hidden(one, last) for one in found)
             if self._root is not None and not (known and all(known)):
                 new = counts[:, None, None] > 0
                 states = torch.where(new, states, self._root[0])
                 after = torch.where(new, after, self._root[1])
             self._root = states, after
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.cache.select(rows)
-        if self._root is not None:
-            index = sent(rows, self._root[0].device)
-            self._root = self._root[0][index], self._root[1][index]
 
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
         if self._root is None:
@@ -158,43 +148,18 @@ class AutoregressiveDrafter(ForwardDrafter):
         self.cache.reserve(bucket(tree.num_tokens) + levels * self.width)
         return self.grows(state, tree, self.num_grown, levels, self.width)
 
-    def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor], Hashable]:
-        return self.cache.tensors(), [self.cache.lengths, *self.kept()], self.cache.layout
-
-    def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
-        *held, states, after = tensors
-        own = copy.copy(self)
-        own.cache, own._root = TracedDraftCache(self.cache, held, in_place), (states, after)
-        return own
-
-    def kept(self) -> tuple[Tensor, ...]:
-        return self._root or ()
-
-    def received(self, found: Sequence[Tensor], result: StepResult) -> None:
-        assert result.host is not None
-        _, states, after = found
-        self._root = states, after
-        self.cache.commit(result.host.counts)
-
     def level(self, frontier: Frontier) -> Tensor:
         assert self._root is not None
         if not frontier.depth:
             return self.network.logits(self._root[0])
-        before = self._root[1] if self._level is None else self._level
-        hidden = states_at(before, frontier.parents)
+        before = self._root[1] if self._after is None else self._after
+        hidden = gather_hidden(before, frontier.parents)
         self._block, first = extended(self._block, frontier)
         cache = self.cache
         rows = cache.open(self._block, first)
         found = self.network.run(self._block.tokens[:, first:], hidden, rows, cache)
-        states, self._level = found
+        states, self._after = found
         return self.network.logits(states)
-
-    def finish(self) -> None:
-        self.cache.rollback()
-        self._block = self._level = None
-
-    def release(self) -> list[Tensor]:
-        return [] if self._graphs is None else self.cache.states.release()
 
     # -- stock assisted decoding -------------------------------------------------------------
 
@@ -205,6 +170,6 @@ class AutoregressiveDrafter(ForwardDrafter):
         after = torch.cat([input_ids[:, 1:], logits[:, -1:].argmax(-1).to(input_ids.device)], 1)
         own = copy.copy(self)
         own.cache = DraftCache(self.network.num_layers, 1, input_ids.device)
-        own._root = own._block = own._level = None
+        own._root = own._block = own._after = None
         own.advance(whole(after), seen[0])
         return [int(after[:, -1]), *own.chain_after(after[:, -1:])]

@@ -107,13 +107,16 @@ class TracedDraftCache:
 
     Args:
         cache: holds the states.
-        tensors: what stands for its tensors, and its lengths.
+        tensors: what stands for its tensors.
+        lengths: ``(batch,)`` what stands for its lengths.
         in_place: see :meth:`TreeCache.traced_with`.
     """
 
-    def __init__(self, cache: DraftCache, tensors: Sequence[Tensor], in_place: bool):
-        self._cache, self._in_place = cache, in_place
-        *self._tensors, self.lengths = tensors
+    def __init__(
+        self, cache: DraftCache, tensors: Sequence[Tensor], lengths: Tensor, in_place: bool
+    ):
+        self._cache, self._tensors, self.lengths = cache, tensors, lengths
+        self._in_place = in_place
         self._block: Any = None
 
     def open(self, tree: Tree, first: int = 0) -> TreeRows:

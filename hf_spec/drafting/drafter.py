@@ -6,15 +6,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.pruning import Pruning
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.drafting.chains import ChainGenerator
 from hf_spec.drafting.options import TREE_OPTIONS, DraftOptions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.hidden_states import Reads
@@ -30,7 +31,7 @@ FORWARDS = "forwards"
 MakeTree = Callable[[Any, int], TokenTree]
 
 
-class Drafter(ChainGenerator):
+class Drafter(CandidateGenerator):
     """Proposes draft trees. One instance serves one ``generate()`` call.
 
     A new one declares the hidden states that it ``reads``, and defines :meth:`advance` if it reads
@@ -39,7 +40,8 @@ class Drafter(ChainGenerator):
     Attributes:
         reads: the target's hidden states that :meth:`advance` gets.
         trees: values of the option ``tree`` besides ``adaptive``, the default of the static ones
-            first; None for one that the drafter makes in a way of its own.
+            first; None for one that the drafter makes in a way of its own. If there are static
+            ones, rank paths are a value, too.
         unused: options of all strategies that it has no use for.
         drafts: whether it ever drafts anything.
         can_sample: whether draft tokens can be sampled; they then carry the distribution that they
@@ -152,3 +154,23 @@ class Drafter(ChainGenerator):
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``."""
         return {}
+
+    # -- stock assisted decoding, at batch size 1 ----------------------------------------------
+
+    @abstractmethod
+    def chain(self, input_ids: Tensor) -> list[int]:
+        """The likeliest tokens after a sequence, ``(1, seq)`` without padding."""
+
+    @torch.no_grad()
+    def get_candidates(
+        self, input_ids: torch.LongTensor, **kwargs: Any
+    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+        """``(1, seq + candidates)`` ids ``(1, seq)`` followed by :meth:`chain`, and no logits."""
+        chain = input_ids.new_tensor([self.chain(input_ids)])
+        candidates: Any = torch.cat([input_ids, chain], dim=1)
+        return candidates, None
+
+    def update_candidate_strategy(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
+    ) -> None:
+        """Stock decoding reports matches here."""

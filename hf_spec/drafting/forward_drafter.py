@@ -15,12 +15,12 @@ from hf_spec.core.buckets import bucket
 from hf_spec.core.checks import count, setting
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.core.memory import recall
-from hf_spec.core.transfer import waits
+from hf_spec.core.transfer import is_async
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.calibration import DraftExit
 from hf_spec.drafting.drafter import FORWARDS
 from hf_spec.drafting.grow import Children, Frontier, grow
-from hf_spec.drafting.growth import ProgramDrafter
+from hf_spec.drafting.growth import GrowingDrafter
 from hf_spec.drafting.noise import as_sampled
 from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, fixed_size
 from hf_spec.drafting.state import DecodeState
@@ -45,7 +45,7 @@ class GrowOptions(DraftOptions):
     width: int = setting(4, rule=count(1, MAX_DRAFT_TOKENS), only={"tree": (ADAPTIVE,)})
 
 
-class ForwardDrafter(ProgramDrafter):
+class ForwardDrafter(GrowingDrafter):
     """Grows a tree level by level; each level is one forward on the likeliest nodes of the one
     before (EAGLE-2, section 4.1).
 
@@ -71,16 +71,13 @@ class ForwardDrafter(ProgramDrafter):
         self, model: Any, options: GrowOptions, key: tuple[Hashable, ...], owner: Any = None
     ):
         super().__init__(model, options)
-        if options.tree not in (ADAPTIVE, CHAIN):
-            raise ValueError(
-                f"tree={options.tree!r}: this strategy grows each tree from the draft tokens' own "
-                f"probabilities. Use tree={ADAPTIVE!r} or {CHAIN!r}."
-            )
         self.depth = options.max_depth or DEPTH
         self.width = 1 if options.tree == CHAIN else options.width
         self._key, self._owner = key, model if owner is None else owner
         self.policy_chooses = options.num_draft_tokens == AUTO
         self.distances = self.depth
+        self._block: Tree | None = None  # the drafted nodes
+        self._after: Tensor | None = None  # (batch, n, hidden) what rows after the last level take
 
     def start(self, state: DecodeState) -> None:
         self.exit = DraftExit(self.depth)
@@ -97,9 +94,11 @@ class ForwardDrafter(ProgramDrafter):
     def level(self, frontier: Frontier) -> Tensor:
         """``(batch, nodes, tokens)`` logits of what follows each node of a frontier."""
 
-    @abstractmethod
     def finish(self) -> None:
         """Discard what :meth:`level` has cached."""
+        if self.cache is not None:
+            self.cache.rollback()
+        self._block = self._after = None
 
     def chain_after(self, root: Tensor) -> list[int]:
         """The likeliest token of each level, after the root of a sequence, ``(1, 1)``."""
@@ -128,7 +127,7 @@ class ForwardDrafter(ProgramDrafter):
         """Trees of at most this depth, packed."""
         self.catch_up(state)
         noise, cost, goes_on = state.noise, state.draft_cost(), None
-        if cost is not None and waits(state.root.device):
+        if cost is not None and is_async(state.root.device):
             depth = self.paying(state, depth, cost)
         elif cost is not None:
             goes_on = partial(self._goes_on, state, cost)
@@ -167,19 +166,6 @@ class ForwardDrafter(ProgramDrafter):
         worth = self.exit.is_worth(frontier.depth + 1, paths, cost)
         return worth or not frontier.depth and self.exit.due()
 
-    def children(self, frontier: Frontier, most: int, noise: Tensor | None) -> Children:
-        """The ``most`` likeliest tokens after each node of a frontier; ``noise``: what they will be
-        sampled with, see :func:`as_sampled`."""
-        logits = self.level(frontier).float()
-        if noise is not None:
-            logits = as_sampled(logits, noise.to(logits))
-        best = logits.topk(min(most, logits.shape[-1]))
-        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
-        ids = self.token_ids
-        tokens = best.indices if ids is None else ids[best.indices]
-        # Nothing is drafted from logits that have overflowed.
-        return Children(tokens, log_probs.masked_fill(log_probs.isnan(), -torch.inf))
-
 
 @dataclass
 class Levels:
@@ -206,5 +192,11 @@ class Levels:
             if self.goes_on is not None and not self.goes_on(frontier):
                 return None
             self.forwards += 1
-        noise = None if self.noise is None else self.noise(depth)
-        return drafter.children(frontier, 1 if drafter.width == 1 else self.width, noise)
+        logits, ids = drafter.level(frontier).float(), drafter.token_ids
+        if self.noise is not None:
+            logits = as_sampled(logits, self.noise(depth).to(logits))
+        best = logits.topk(min(1 if drafter.width == 1 else self.width, logits.shape[-1]))
+        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
+        tokens = best.indices if ids is None else ids[best.indices]
+        # Nothing is drafted from logits that have overflowed.
+        return Children(tokens, log_probs.masked_fill(log_probs.isnan(), -torch.inf))

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 
 #: Distance between log-probabilities of children that are as likely as can be.
@@ -81,7 +81,7 @@ def grow(
         :meth:`Tree.packed`, which :meth:`Tree.unpacked` reads.
     """
     if trust is not None and not isinstance(trust, Tensor):
-        trust = sent(trust[:depth], root.device) if any(trust[:depth]) else None
+        trust = to_device(trust[:depth], root.device) if any(trust[:depth]) else None
     tokens, batch = root[:, None], len(root)
     choices = above = torch.zeros_like(tokens)
     levels = [(torch.zeros_like(tokens, dtype=torch.float32), choices - 1, tokens)]
@@ -160,4 +160,4 @@ def _order(width: int, device: str) -> Tensor:
 def _depths(sizes: tuple[int, ...], device: str) -> Tensor:
     """Depth of each node, with nodes ordered by level."""
     depths = [depth for depth, size in enumerate(sizes) for _ in range(size)]
-    return sent(depths, device)
+    return to_device(depths, device)

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from hf_spec.core.host_tree import HostTree
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.calibration import Calibration
+from hf_spec.drafting.draft_cache import TracedDraftCache
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.drafting.grow import Expands, grow
-from hf_spec.drafting.held import Holds
+from hf_spec.drafting.held import Holds, replace_in, tensors_in
 from hf_spec.drafting.state import DecodeState, Grown
 from hf_spec.model.programs import DraftProgram
 
 
-class GrowingDrafter(Drafter):
-    """A drafter whose trees grow by probabilities, on the host or in a program.
+class GrowingDrafter(Drafter, Holds):
+    """A drafter whose trees grow by probabilities; in a program, unless it is :attr:`outside`, as
+    the host decides nothing meanwhile.
 
     Attributes:
         calibration: learned of such trees, and learning; None to take probabilities as they are.
         exactly: number of draft tokens, with which trees are forwarded whole; None if the policy
             chooses among them.
+        cache: a KV cache of its own; None if it has none.
+        per_row: names of attributes with what :meth:`advance` makes of each sequence from what is
+            there: tensors ``(batch, ...)``, tuples of them, or None. They follow the batch, and a
+            program takes them and gives them anew.
     """
 
     calibration: Calibration | None = None
     exactly: int | None = None
+    cache: Any = None
+    per_row: ClassVar[Sequence[str]] = ()
     _next_trust: Sequence[float] = ()  # :attr:`trust` of trees that a program grows
     #: This step's trees and their :attr:`trust`. Lookups may be merged into what is forwarded.
     _trees: tuple[HostTree, Sequence[float]] | None = None
@@ -56,24 +63,24 @@ class GrowingDrafter(Drafter):
         if trees is not None and self.calibration is not None:
             self.calibration.learn(*trees, result.tokens)
 
+    def select(self, rows: Sequence[int]) -> None:
+        if self.cache is not None:
+            self.cache.select(rows)
+        of_rows = tensors_in(self, self.per_row)
+        replace_in(self, self.per_row, (one[to_device(rows, one.device)] for one in of_rows))
 
-class ProgramDrafter(GrowingDrafter, Holds):
-    """One whose trees can grow in a program, as the host decides nothing meanwhile.
+    def release(self) -> list[Tensor]:
+        return [] if self.cache is None else self.cache.states.release()
 
-    Attributes:
-        num_kept: number of tensors that :meth:`kept` gives.
-    """
-
-    num_kept: int = 0
+    # -- programs ------------------------------------------------------------------------------
 
     @property
     def token_ids(self) -> Tensor | None:
         """``(tokens,)`` int64 ids that it predicts, ascending; None for all."""
         return None
 
-    @abstractmethod
     def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Expands:
-        """What a tree grows from.
+        """What a tree grows from; not asked for if drafting is :attr:`outside`.
 
         Args:
             root: ``(batch,)`` tokens.
@@ -82,20 +89,41 @@ class ProgramDrafter(GrowingDrafter, Holds):
             noise: ``(batch, depth, tokens)`` what draft tokens, of :attr:`token_ids`, will be
                 sampled with, see :func:`as_sampled`; None if they are not sampled.
         """
+        raise NotImplementedError
 
     def carried(self, tree: Tree) -> tuple[Sequence[Tensor], Sequence[Tensor], Hashable]:
         """What a program for a step with this tree works with: tensors in fixed memory, others, and
         a key of all else that matters besides shapes."""
-        return self.tensors(), [], None
+        cache, of_rows = self.cache, tensors_in(self, self.per_row)
+        if cache is None:
+            return self.tensors(), of_rows, None
+        return [*self.tensors(), *cache.tensors()], [cache.lengths, *of_rows], cache.layout
 
     def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
         """A copy that works with these tensors in place of those of :meth:`carried`; ``in_place``:
         see :meth:`TreeCache.traced_with`."""
-        return self.using(tensors)
+        parts = iter(tensors)
+        own = self.using(parts)
+        if self.cache is not None:
+            held = [next(parts) for _ in self.cache.tensors()]
+            own.cache = TracedDraftCache(self.cache, held, next(parts), in_place)
+        replace_in(own, self.per_row, parts)
+        return own
+
+    @property
+    def num_kept(self) -> int:
+        """Number of tensors that :meth:`kept` gives."""
+        return len(self.kept())
 
     def kept(self) -> Sequence[Tensor]:
         """What :meth:`received` gets besides the trees."""
-        return ()
+        return tensors_in(self, self.per_row)
+
+    def received(self, found: Sequence[Tensor], result: StepResult) -> None:
+        replace_in(self, self.per_row, found[1:])
+        if self.cache is not None:
+            assert result.host is not None
+            self.cache.commit(result.host.counts)
 
     def packed_trees(
         self, root: Tensor, noise: Tensor | None, trust: Tensor, count: int, depth: int,
@@ -133,6 +161,6 @@ class ProgramDrafter(GrowingDrafter, Holds):
             made = drafting.packed_trees(root, noise, trust, count, depth, expanded)
             return made, *drafting.kept()
 
-        inputs = [*changing, sent(self._next_trust, state.root.device)]
+        inputs = [*changing, to_device(self._next_trust, state.root.device)]
         key = "draft tree", key, count, depth, expanded, kind, len(buffers)
         return DraftProgram(key, buffers, inputs, function, depth, 1 + self.num_kept)

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import PredictingConfig, of_tokens
-from hf_spec.core.checks import SHARE, choice, count, setting
+from hf_spec.adapters.predicting import ObjectiveConfig, PredictingConfig, of_tokens
+from hf_spec.core.checks import choice, count, setting
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.drafting.options import CHAIN
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, chain_tree
-from hf_spec.drafting.tree_source import TreeSource
 from hf_spec.model.hidden_states import Reads
 from hf_spec.model.sequences import token_hidden
 from modeling_patches.weights import (
@@ -39,7 +38,7 @@ WEIGHTS, BIASES, PROJECTION = HEAD_WEIGHTS = "weights", "biases", "projections"
 
 
 @dataclass
-class HeadsConfig(PredictingConfig):
+class HeadsConfig(ObjectiveConfig, PredictingConfig):
     """Config of an adapter with heads.
 
     Raises:
@@ -54,13 +53,8 @@ class HeadsConfig(PredictingConfig):
         "num_heads * vocabulary * hidden parameters.",
         choice("shared", "own"),
     )
-    decay: float = setting(0.8, "Weight of head k in the loss is decay ** k.", SHARE)
-    loss: str = setting(
-        "hard",
-        "hard: cross-entropy of the answer's tokens. distillation: KL divergence from the model's "
-        "own distributions.",
-        choice("hard", "distillation"),
-    )
+    loss: str = "hard"
+    decay: float | None = 0.8
 
     @property
     def reads_head(self) -> bool:
@@ -150,25 +144,24 @@ class HeadDrafter(TreeDrafter):
 
     All heads predict in every step, so the tree is always that of the last state.
 
+    Heads for distances that are not drafted are not used.
+
     Args:
-        weights: the adapter's parameters.
-        source: provides trees without probes, see :meth:`TreeStates.uniform`. Heads past its depth
-            are not used.
+        adapter: of a :class:`HeadsConfig`.
     """
 
     trees = {"sparse": sparse_tree, CHAIN: chain_tree}
     reads = Reads("last")
     held = (*TreeDrafter.held, "weights")
 
-    def __init__(self, model: Any, options: Any, weights: Mapping[str, Tensor], source: TreeSource):
-        super().__init__(model, options, source, weights)
+    def __init__(self, model: Any, options: Any, adapter: Adapter):
+        super().__init__(model, options, adapter, adapter.config.num_heads)
         dtype = placement(model).dtype  # of hidden states
         self.weights = {
-            name: weights[name][: source.max_depth].detach().to(dtype)
-            for name in HEAD_WEIGHTS
-            if name in weights
+            name: weight[: self.distances].detach().to(dtype)
+            for name, weight in adapter.tensors().items()
+            if name in HEAD_WEIGHTS
         }
-        self.distances = len(self.weights[WEIGHTS])
 
     def states(self, hidden: Tensor, depth: int) -> Tensor:
         used = {name: tensor[:depth] for name, tensor in self.weights.items()}

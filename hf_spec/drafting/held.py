@@ -1,4 +1,5 @@
-"""Parts of a drafter whose tensors are inputs of compiled code, and not constants in it."""
+"""Tensors in attributes: those of a drafter's parts, which are inputs of compiled code and not
+constants in it, and what it keeps of each sequence."""
 
 from __future__ import annotations
 
@@ -21,14 +22,26 @@ class Holds:
 
     def tensors(self) -> list[Tensor]:
         """All tensors that it holds, always in the same order."""
-        return [one for name in self.held for one in _inside(getattr(self, name))]
+        return tensors_in(self, self.held)
 
     def using(self, tensors: Iterable[Tensor]) -> Self:
         """A copy that holds these in place of :meth:`tensors`."""
-        own, rest = copy.copy(self), iter(tensors)
-        for name in self.held:
-            setattr(own, name, _replaced(getattr(self, name), rest))
+        own = copy.copy(self)
+        replace_in(own, self.held, tensors)
         return own
+
+
+def tensors_in(owner: Any, names: Sequence[str]) -> list[Tensor]:
+    """All tensors in attributes of these names, see :attr:`Holds.held`, always in the same
+    order."""
+    return [one for name in names for one in _inside(getattr(owner, name))]
+
+
+def replace_in(owner: Any, names: Sequence[str], tensors: Iterable[Tensor]) -> None:
+    """Put the next tensors in place of :func:`tensors_in`."""
+    rest = iter(tensors)
+    for name in names:
+        setattr(owner, name, _replaced(getattr(owner, name), rest))
 
 
 def _inside(value: Any) -> list[Tensor]:

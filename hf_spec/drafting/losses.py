@@ -20,7 +20,7 @@ from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequenc
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary, drafted_logits, places_of
 from hf_spec.drafting.heads import PROJECTION, head_states, projected
 from hf_spec.drafting.markov_head import ConditionalHead, MarkovHead
-from hf_spec.model.hidden_states import Head, model_logits, states_at
+from hf_spec.model.hidden_states import Head, gather_hidden, model_logits
 from hf_spec.model.sequences import IGNORED, token_hidden, token_states
 
 #: See :func:`future_losses`.
@@ -76,7 +76,7 @@ class Own(NamedTuple):
         probability is not there."""
         shape = columns.shape[1:]
         chances, ids = (
-            states_at(part, columns.flatten(1)).unflatten(1, shape).to(columns.device)
+            gather_hidden(part, columns.flatten(1)).unflatten(1, shape).to(columns.device)
             for part in likeliest
         )
         places = drafted_targets(drafted, ids.long())
@@ -199,7 +199,7 @@ def own_predictions(
 ) -> Own:
     """The model's own distributions over all tokens, or those of a draft vocabulary, at columns
     ``(batch, anchors, distances)`` of its final states ``(batch, seq, hidden)``."""
-    states = states_at(hidden, columns.flatten(1))
+    states = gather_hidden(hidden, columns.flatten(1))
     logits = drafted_logits(vocabulary, lambda head: model_logits(model, states, head=head))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return Own(logits.softmax(-1).unflatten(1, columns.shape[1:]))
@@ -239,7 +239,7 @@ def heads_loss(
         each = states.unflatten(1, (-1, config.num_heads))
         return projected(model, projections, each).flatten(1, 2)
 
-    states = head_states(weights, states_at(hidden, batch.anchors))
+    states = head_states(weights, gather_hidden(hidden, batch.anchors))
     losses = future_losses(model, weights, states, ahead, own, predict)
     return mean_loss(*losses, config.decay, first=1)
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.verify import sample
 from hf_spec.model.captures import RUNNING
 from modeling_patches.ranks import random_state, set_random_state
@@ -93,7 +93,7 @@ class SamplingNoise:
             ``(batch,)`` int64; 0 for other sequences, -1 if probabilities are not finite.
         """
         batch, self._vocab = scores.shape
-        index = sent(list(range(batch) if rows is None else rows), scores.device, torch.long)
+        index = to_device(list(range(batch) if rows is None else rows), scores.device, torch.long)
         p = scores[index].softmax(-1).to(self.device)
         noise = torch.stack([self._of(row, ahead) for row in rows or range(batch)])
         chosen = sample(p, noise=noise).to(scores.device)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import filled
 from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.drafting.noise import TRUST, as_sampled
-from hf_spec.model.hidden_states import states_at
+from hf_spec.model.hidden_states import gather_hidden
 
 #: Tokens per distance that a Markov head rescores.
 SHORTLIST = 32
@@ -91,7 +91,7 @@ class Predictions:
         """Log-probabilities ``(batch, nodes, width)`` of a distance, counted from 0; -inf in rows
         without predictions of it."""
         if isinstance(self.known, Tensor) or min(self.known) <= place:
-            known = sent(self.known, log_probs.device)[:, None, None]
+            known = to_device(self.known, log_probs.device)[:, None, None]
             log_probs = log_probs.masked_fill(known <= place, -torch.inf)
         return log_probs
 
@@ -124,8 +124,8 @@ class Predictions:
             assert found is not None
             order = found.log_probs.argsort(stable=True, dim=-1, descending=True)
             order = order.expand(-1, parents.shape[1], -1)  # of all nodes, where they are alike
-            chosen = states_at(order, parents).gather(2, ranks[:, :, None])
-            after = states_at(found.tokens.expand(order.shape), parents).gather(2, chosen)
+            chosen = gather_hidden(order, parents).gather(2, ranks[:, :, None])
+            after = gather_hidden(found.tokens.expand(order.shape), parents).gather(2, chosen)
             here = depths == depth + 1
             tokens = torch.where(here, after[:, :, 0], tokens)
             choices = torch.where(here, chosen[:, :, 0], choices)
@@ -177,4 +177,4 @@ def levels(trees: tuple[TokenTree, ...], device: str) -> tuple[Tensor, Tensor, T
         filled([[max(n, 0) for n in getattr(tree, name)] for tree in trees])
         for name in ("parents", "depths", "ranks")
     )
-    return sent(parents, device), sent(depths, device), sent(ranks, device)
+    return to_device(parents, device), to_device(depths, device), to_device(ranks, device)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from hf_spec.adapters.module import Adapter
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter
-from hf_spec.drafting.tree_source import TreeSource
 from hf_spec.model.hidden_states import Reads
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.programs import DraftProgram
@@ -22,31 +22,18 @@ from hf_spec.model.sequences import probe_sequences
 class ProbeDrafter(TreeDrafter):
     """Draft tokens are predicted by the probes under the last accepted node.
 
-    Args:
-        probe_inputs: the learned inputs; one embedding per probe of the group.
-        source: provides the trees, with the probes under their nodes.
-        weights: the adapter's parameters.
-        group: the probes for all distances, those of distance 1 first, the same number for each;
-            None for one probe per distance, each seeing those before it.
+    A new one sets :attr:`probe_inputs`, with one embedding per probe of the group. Its probes are
+    one per distance, each seeing those before it, unless it sets another :attr:`group`, of those
+    of distance 1 first, :attr:`per_distance` for each.
     """
 
     reads = Reads("probes")
+    per_distance = 1
     probe_inputs: ProbeInputs
 
-    def __init__(
-        self,
-        model: Any,
-        options: Any,
-        probe_inputs: ProbeInputs,
-        source: TreeSource,
-        weights: Mapping[str, Tensor],
-        group: ProbeGroup | None = None,
-    ):
-        super().__init__(model, options, source, weights)
-        self.probe_inputs = probe_inputs
-        self.group = group or ProbeGroup.causal(source.max_depth)
-        self.per_distance = len(self.group) // max(source.max_depth, 1)
-        self.distances = len(self.group) // self.per_distance
+    def __init__(self, model: Any, options: Any, adapter: Adapter, distances: int):
+        super().__init__(model, options, adapter, distances)
+        self.group = ProbeGroup.causal(self.distances)
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
@@ -63,6 +50,7 @@ class ProbeDrafter(TreeDrafter):
         return super().program(state, tree, grows) if tree.num_probes else None
 
     def received(self, found: Sequence[Tensor], result: StepResult) -> None:
+        super().received(found, result)
         assert result.host is not None
         self.num_predicted = [n // self.per_distance for n in result.host.num_probes]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.host_tree import HostTree, Row
 from hf_spec.core.stats import SpecStats
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.lookup import BatchLookup
 from hf_spec.drafting.noise import SamplingNoise
@@ -34,7 +34,7 @@ class Grown(NamedTuple):
     def of_rows(self, rows: Sequence[int]) -> Grown:
         """Those of some of the batch's rows."""
         numbers = None if self.numbers is None else self.numbers[list(rows)]
-        index = sent(rows, self.packed.device)
+        index = to_device(rows, self.packed.device)
         return Grown(self.packed[index], numbers, [one[index] for one in self.kept])
 
 
@@ -123,7 +123,7 @@ class DecodeState:
         for part in parts:
             if part is not None:
                 part.select(rows)
-        self.root = self.root[sent(rows, self.root.device)]
+        self.root = self.root[to_device(rows, self.root.device)]
         if self.grown is not None:
             self.grown = self.grown.of_rows(rows)
 

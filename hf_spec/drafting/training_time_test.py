@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.predicting import ObjectiveConfig
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core import mask as masks
-from hf_spec.core.checks import SHARE, choice, count, setting
+from hf_spec.core.checks import count, setting
 from hf_spec.core.limits import MAX_FUTURE
 from hf_spec.drafting.autoregressive import DraftNetwork
 from hf_spec.drafting.losses import (
@@ -29,30 +29,18 @@ from hf_spec.drafting.losses import (
     mean_loss,
     prediction_losses,
 )
-from hf_spec.model.hidden_states import states_at
+from hf_spec.model.hidden_states import gather_hidden
 from hf_spec.model.sequences import token_states
 
 
 @dataclass
-class ChainConfig(SpecPeftConfig):
+class ChainConfig(ObjectiveConfig):
     """Config of a decoder that is trained so."""
 
     ttt_steps: int | None = setting(
         None,
         "Steps of the training-time test. Default: 4, or the number of layers if that is larger.",
         count(1, MAX_FUTURE),
-    )
-    decay: float | None = setting(
-        None,
-        "Weight of step s in the loss is decay ** s, s from 0; null: what a step adds to the "
-        "expected number of accepted tokens (D-PACE).",
-        SHARE,
-    )
-    loss: str = setting(
-        "kl",
-        "kl: KL divergence from the base's distributions. ce: cross-entropy of the answer's "
-        "tokens.",
-        choice("kl", "ce"),
     )
 
 
@@ -98,7 +86,7 @@ def unrolled(
     cache, hidden, at_keys = DynamicCache(), network.features(states), positions
     tokens, rows = ids.roll(-1, 1), ChainRows(positions, positions, seen)
     outputs, after = network.run_true(tokens, hidden, None, rows, cache)
-    found, hidden = [states_at(outputs, anchors)], states_at(after, anchors)
+    found, hidden = [gather_hidden(outputs, anchors)], gather_hidden(after, anchors)
     count = anchors.shape[1]
     true = (columns <= anchors[:, :, None]) & real[:, None]  # (batch, anchors, seq)
     own = torch.eye(count, dtype=torch.bool, device=device).expand(batch, -1, -1)
@@ -132,7 +120,7 @@ def chain_loss(
         See :func:`mean_loss`; labels are indices in the draft vocabulary.
     """
     steps: int = config.ttt_steps
-    likeliest = LIKELIEST if config.loss == "kl" else 0
+    likeliest = LIKELIEST if config.loss == "distillation" else 0
     states, *kept = token_states(
         model, batch.input_ids, batch.attention_mask, tuple(layers), likeliest
     )

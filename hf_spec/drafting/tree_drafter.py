@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,21 +11,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.module import Adapter
 from hf_spec.core.host_tree import HostTree
+from hf_spec.core.memory import recall
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.tree_states import TreeStates
 from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.drafting.calibration import Calibration
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.drafter import MODULES
 from hf_spec.drafting.grow import grow
-from hf_spec.drafting.growth import ProgramDrafter
+from hf_spec.drafting.growth import GrowingDrafter
 from hf_spec.drafting.markov_head import ConditionalHead, MarkovHead
-from hf_spec.drafting.options import AUTO, CHAIN, fixed_size
+from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, fixed_size
 from hf_spec.drafting.predictions import Predictions, levels
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.tree_source import TreeSource
+from hf_spec.drafting.static_trees import check_states, drafted_depth, static_tree
 from hf_spec.model.hidden_states import model_logits, output_logits, shapes_logits
 from hf_spec.model.programs import DraftProgram
 
@@ -43,14 +46,16 @@ def chain_tree(_: Any, depth: int) -> TokenTree:
     return TokenTree.chain(depth)
 
 
-class TreeDrafter(ProgramDrafter):
+class TreeDrafter(GrowingDrafter):
     """A drafter that says how far it predicts, whether that takes probes, and what it predicts.
 
     Args:
-        source: which trees its steps have.
-        weights: the adapter's parameters; its Markov head and vocabulary may be among them.
+        adapter: the adapter that drafts; it may have a Markov head and a vocabulary.
+        distances: number of future tokens that it predicts.
 
     Attributes:
+        static: the tree of each state, that is, for each number of predicted tokens; None for trees
+            that grow by the step's probabilities.
         per_distance: probes per distance; 0 if predictions take no step tokens, so that every step
             has all of them.
         vocabulary: the tokens that are predicted; None for all.
@@ -67,10 +72,14 @@ class TreeDrafter(ProgramDrafter):
     held: ClassVar[Sequence[str]] = ("markov_head", "vocabulary")
     make_predictions: Callable[..., Predictions] = Predictions
 
-    def __init__(self, model: Any, options: Any, source: TreeSource, weights: Mapping[str, Tensor]):
+    def __init__(self, model: Any, options: Any, adapter: Adapter, distances: int):
         super().__init__(model, options)
-        self.source = source
-        self.policy_chooses = source.states is None and source.num_draft_tokens == AUTO
+        self.distances, weights = drafted_depth(options, distances), adapter.tensors()
+        self.static = self.static_states(adapter)
+        if self.static is not None:
+            self.distances = self.static.max_probes
+        self.policy_chooses = self.static is None and options.num_draft_tokens == AUTO
+        self._key = Calibration, adapter.config.type_name, adapter.name, self.distances
         self._most = FEWEST
         self.markov_head: ConditionalHead | None = MarkovHead.of(weights, model)
         self.vocabulary = DraftVocabulary.of(weights, model)
@@ -86,13 +95,27 @@ class TreeDrafter(ProgramDrafter):
     @property
     def weighs(self) -> bool:
         """Whether its trees use probabilities; otherwise only the order of tokens."""
-        return self.source.states is None
+        return self.static is None
+
+    def static_states(self, adapter: Adapter) -> TreeStates | None:
+        """:attr:`static`, of at most :attr:`distances`.
+
+        Raises:
+            ValueError: if trees are deeper than this, or have a rank beyond the vocabulary.
+        """
+        if self.options.tree == ADAPTIVE:
+            return None
+        tree = static_tree(self.options, self.trees, self.distances)
+        states = TreeStates.uniform(tree, self.distances, bool(self.per_distance))
+        check_states(states, "tree", self.model, self.distances)
+        return states
 
     def start(self, state: DecodeState) -> None:
         # Where nothing may depend on time, nor may drafts depend on earlier calls.
-        known = self.source.calibrations if state.timed else None
-        self.calibration = known and known[state.do_sample]
-        self.exactly = fixed_size(self.source.num_draft_tokens, state.timed)
+        if state.timed and self.policy_chooses and self.weighs:
+            key = *self._key, state.do_sample  # sampled text is harder to predict
+            self.calibration = recall(self.model, key, lambda: Calibration(self.distances))
+        self.exactly = fixed_size(self.options.num_draft_tokens, state.timed)
         _ = self.token_ids  # rows are made before they replace the output embeddings
         self.num_predicted = [self.distances] * state.batch_size
 
@@ -100,8 +123,9 @@ class TreeDrafter(ProgramDrafter):
         self.hidden = hidden
 
     def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
         if self.hidden is not None:
-            self.hidden = self.hidden[sent(rows, self.hidden.device)]
+            self.hidden = self.hidden[to_device(rows, self.hidden.device)]
         self.num_predicted = [self.num_predicted[row] for row in rows]
         self._steps.clear()
 
@@ -113,16 +137,16 @@ class TreeDrafter(ProgramDrafter):
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
         if not grows:
             return None
-        if self.source.states is not None:
-            return self.grows(state, tree, 0, 0, kind=self.source.states)
+        if self.static is not None:
+            return self.grows(state, tree, 0, 0, kind=self.static)
         # Those of the step after this one, as :meth:`observe` will say.
         count = self.exactly or (MOST if tree.num_tokens > FEWEST else FEWEST)
-        return self.grows(state, tree, count, self.source.max_depth)
+        return self.grows(state, tree, count, self.distances)
 
     def propose(self, state: DecodeState) -> Tree:
         depth = max(min(max(self.num_predicted), state.max_depth), 0)
-        if self.source.states is not None:
-            return self.static_trees(state, self.source.states, depth)
+        if self.static is not None:
+            return self.static_trees(state, self.static, depth)
         if depth:
             tree = self.grown(state, partial(self._grow, state, depth))
         else:  # the device has the roots already
@@ -163,7 +187,7 @@ class TreeDrafter(ProgramDrafter):
         return empty.with_tokens(torch.cat([state.root[:, None], drafted.long()], 1))
 
     def packed_trees(self, root: Tensor, *args: Any) -> Tensor:
-        states, known = self.source.states, self.num_predicted
+        states, known = self.static, self.num_predicted
         if states is None:
             return super().packed_trees(root, *args)
         if not isinstance(known, Tensor):

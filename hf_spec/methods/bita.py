@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import TRAINED, FrontConfig
+from hf_spec.adapters.predicting import TRAINED, PrefixKVConfig
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import choice, count, setting
-from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_FRONT, MAX_FUTURE
+from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_FUTURE, MAX_PREFIX_KV
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
@@ -24,7 +24,6 @@ from hf_spec.drafting.losses import Ahead, future_losses, mean_loss
 from hf_spec.drafting.options import CHAIN, DraftOptions
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.drafting.tree_drafter import chain_tree
-from hf_spec.drafting.tree_source import tree_source
 from hf_spec.methods.registry import Method
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import computed_states, probe_sequences
@@ -35,7 +34,7 @@ LARGE = 13e9
 
 
 @dataclass
-class BitaConfig(FrontConfig):
+class BitaConfig(PrefixKVConfig):
     """Config of a BITA adapter: mask tokens that draft, and prompt tokens that only they attend to.
 
     Raises:
@@ -51,7 +50,7 @@ class BitaConfig(FrontConfig):
         count(1, MAX_FUTURE),
     )
     num_prompt_tokens: int = setting(
-        16, "P, learned prompt tokens that only mask tokens see.", count(0, MAX_FRONT)
+        16, "P, learned prompt tokens that only mask tokens see.", count(0, MAX_PREFIX_KV)
     )
     prompt_depth: str = setting(
         "deep",
@@ -106,13 +105,13 @@ class BitaAdapter(Adapter):
 def probe_inputs(model: Any, weights: Mapping[str, Tensor]) -> ProbeInputs:
     """The adapter's parameters as inputs of probes; gradients flow to the parameters."""
     if "prompt_keys" in weights:
-        front = list(zip(weights["prompt_keys"].unbind(0), weights["prompt_values"].unbind(0)))
+        prefix_kv = list(zip(weights["prompt_keys"].unbind(0), weights["prompt_values"].unbind(0)))
     elif "prompts" in weights:
         # Prompts attend to prompts only, so their states do not depend on what follows.
-        front = list(computed_states(model, weights["prompts"]))
+        prefix_kv = list(computed_states(model, weights["prompts"]))
     else:
-        front = []
-    return ProbeInputs(weights["masks"], front)
+        prefix_kv = []
+    return ProbeInputs(weights["masks"], prefix_kv)
 
 
 def loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, Tensor]:
@@ -178,10 +177,10 @@ class BitaDrafter(ProbeDrafter):
     options: BitaOptions
 
     def __init__(self, model: Any, options: BitaOptions, adapter: Adapter):
-        weights: Mapping[str, Tensor] = adapter.tensors()
-        source = tree_source(options, self.trees, model, adapter, len(weights["masks"]), probes=1)
-        used = {**weights, "masks": weights["masks"][: source.max_depth]}
-        super().__init__(model, options, probe_inputs(model, used), source, weights)
+        super().__init__(model, options, adapter, adapter.config.num_mask_tokens)
+        weights = adapter.tensors()
+        used = {**weights, "masks": weights["masks"][: self.distances]}
+        self.probe_inputs = probe_inputs(model, used)
 
     def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
         if self.options.tree != STRAIGHTFORWARD:

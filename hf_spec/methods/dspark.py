@@ -8,7 +8,6 @@ slot's logits what the token before it says (:mod:`hf_spec.drafting.block_diffus
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_spec.core.checks import setting
 from hf_spec.drafting.block_diffusion.config import BlockConfig
 from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
 from hf_spec.drafting.block_diffusion.network import BlockAdapter
@@ -23,13 +22,9 @@ class DSparkConfig(BlockConfig):
 
     type_name: ClassVar[str] = "DSPARK"
 
-    block_size: int = setting(7, "Tokens of a block: the anchor, the root of a tree, and masks.")
-    sample_from_anchor: bool = setting(
-        True,
-        "True: each slot of a block predicts the token after its own, the anchor's slot included. "
-        "False: each mask's slot predicts its own token.",
-    )
-    markov_rank: int = setting(128, "Rank of the Markov head; 0: none.")
+    block_size: int = 7
+    sample_from_anchor: bool = True
+    markov_rank: int = 128
 
 
 METHOD = Method(

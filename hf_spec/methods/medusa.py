@@ -5,19 +5,12 @@ Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple D
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import TRAINED
-from hf_spec.drafting.heads import (
-    WEIGHTS,
-    HeadDrafter,
-    HeadsAdapter,
-    HeadsConfig,
-)
+from hf_spec.drafting.heads import HeadDrafter, HeadsAdapter, HeadsConfig
 from hf_spec.drafting.losses import heads_loss
 from hf_spec.drafting.options import DraftOptions
-from hf_spec.drafting.tree_source import tree_source
 from hf_spec.methods.registry import Method
 
 
@@ -39,22 +32,11 @@ class MedusaOptions(DraftOptions):
     """
 
 
-class MedusaDrafter(HeadDrafter):
-    """Trees of the heads' likeliest tokens."""
-
-    options: MedusaOptions
-
-    def __init__(self, model: Any, options: MedusaOptions, adapter: Adapter):
-        weights = adapter.tensors()
-        source = tree_source(options, self.trees, model, adapter, len(weights[WEIGHTS]))
-        super().__init__(model, options, weights, source)
-
-
 METHOD = Method(
     name="medusa",
     summary="heads on the final hidden state predict the next tokens",
     options=MedusaOptions,
-    drafter=MedusaDrafter,
+    drafter=HeadDrafter,
     adapter_config=MedusaConfig,
     adapter_module=HeadsAdapter,
     objective=heads_loss,

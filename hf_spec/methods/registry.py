@@ -122,11 +122,12 @@ class Method:
                 f"acceptance='rejection': draft tokens of {self.name!r} are not sampled from a "
                 "distribution. Use acceptance='match', which is exact for them."
             )
-        tree, trees = options.tree, (ADAPTIVE, *self.drafter.trees)
-        if isinstance(tree, Sequence) and not isinstance(tree, str) and tree:
+        tree, trees = options.tree, self.drafter.trees
+        ranked = any(trees.values())  # else trees grow by probabilities only
+        if ranked and isinstance(tree, Sequence) and not isinstance(tree, str) and tree:
             TokenTree.from_paths(tree)
         else:
-            check_choice("tree", tree, trees, ", or give rank paths")
+            check_choice("tree", tree, (ADAPTIVE, *trees), ", or give rank paths" * ranked)
         return options
 
     def make_drafter(

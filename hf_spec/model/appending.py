@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree, filled
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.model.target import Target
@@ -37,8 +37,10 @@ class Prefilled:
     def committed(self, result: StepResult) -> StepResult:
         """The prompt as a result, given that of a step whose tree was the prompt's last token."""
         device, rows = result.tokens.device, [[*row, 0] for row in self.following]
-        counts = sent(list(map(len, rows)), device)
-        tokens = sent(filled(rows), device).scatter(1, counts[:, None] - 1, result.bonus[:, None])
+        counts = to_device(list(map(len, rows)), device)
+        tokens = to_device(filled(rows), device).scatter(
+            1, counts[:, None] - 1, result.bonus[:, None]
+        )
         path = torch.arange(tokens.shape[1], device=device).expand(len(rows), -1)
         probes = torch.zeros_like(counts)
         host = HostResult([range(len(row)) for row in rows], self.following, [0] * len(rows))
@@ -58,8 +60,8 @@ def append(target: Target, rows: list[list[int]]) -> Prefilled:
     chunks: list[Tensor] = []
     for start in range(0, max(map(len, rows)), at_once):
         parts = [row[start : start + at_once] for row in rows]
-        tokens = sent(filled(parts), device)
-        last = sent([max(len(part) - 1, 0) for part in parts], device)
+        tokens = to_device(filled(parts), device)
+        last = to_device([max(len(part) - 1, 0) for part in parts], device)
         ended = [row for row, new in enumerate(rows) if start < len(new) <= start + at_once]
         output = target(Tree.chain(tokens), logits_at=last[:, None])
         cache.commit([len(part) for part in parts])

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.buckets import bucket
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
 from hf_spec.model.block import Block
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.programs import DraftProgram
-from hf_spec.model.target import Output, Pass, Target
+from hf_spec.model.target import ForwardContext, Output, Target
 from modeling_patches.per_call import Changes
 
 #: Attributes of a target that differ between calls: tensors, or values by name.
@@ -80,7 +80,7 @@ class CompiledTarget(Target):
     ) -> CompiledTarget:
         """The same with these cache and :meth:`variables`, as a graph sees them."""
         own = copy.copy(self)
-        own._watching, own._prunes, own._pass = None, False, Pass()
+        own._watching, own._prunes, own._context = None, False, ForwardContext()
         own.cache = cache
         for (attribute, name), value in variables.items():
             held = {**getattr(own, attribute), name: value} if name else value
@@ -153,7 +153,7 @@ class _Step:
 
     def _inputs(self) -> _Inputs:
         cache, after = self.target.cache, self.after
-        first = sent([self.first], cache.lengths.device) if self.first else None
+        first = to_device([self.first], cache.lengths.device) if self.first else None
         before, drafting = ([], []) if after is None else (after.buffers, after.inputs)
         rule = [] if self.verify is None else self.verify.inputs
         changing = self.padded.tensors(), [*self.named.values()], rule, drafting

@@ -54,7 +54,7 @@ def linear_logits(model: Any, hidden: Tensor) -> Tensor:
     return logits if bias is None else logits - bias
 
 
-def states_at(hidden: Tensor, rows: Tensor) -> Tensor:
+def gather_hidden(hidden: Tensor, rows: Tensor) -> Tensor:
     """``hidden`` (batch, tokens, hidden) at the indices ``rows`` (batch, n) of each batch row."""
     index = rows.to(hidden.device)[:, :, None].expand(-1, -1, hidden.shape[-1])
     return hidden.gather(1, index)
@@ -115,7 +115,7 @@ def shapes_logits(model: Any) -> bool:
     return bool(known["shapes logits"])
 
 
-def taken(model: Any, **inputs: Any) -> dict[str, Any]:
+def supported_kwargs(model: Any, **inputs: Any) -> dict[str, Any]:
     """Those of ``inputs`` that the model's forward accepts; not all accept positions, say."""
     return {name: value for name, value in inputs.items() if takes(model, name)}
 

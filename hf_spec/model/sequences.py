@@ -19,9 +19,9 @@ from transformers import DynamicCache
 from hf_spec.cache.stateful import sequence_cache, states_before
 from hf_spec.core import mask as masks
 from hf_spec.core.probes import ProbeGroup
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.model.block import first_near
-from hf_spec.model.hidden_states import captured, embedded, model_logits, taken
+from hf_spec.model.hidden_states import captured, embedded, model_logits, supported_kwargs
 from hf_spec.model.probe_inputs import ProbeInputs
 from modeling_patches.attention_masks import Local, TreeAttention
 from modeling_patches.cache_name import CACHE
@@ -113,8 +113,8 @@ class _Run:
         self.anchors = anchors = anchors.to(self.device)
         self.batch, self.seq = input_ids.shape
         self.group = group
-        offsets = sent(group.offsets, self.device, torch.long)
-        self.within = sent(group.visible, self.device, torch.bool)
+        offsets = to_device(group.offsets, self.device, torch.long)
+        self.within = to_device(group.visible, self.device, torch.bool)
         self.positions = (self.real.long().cumsum(-1) - 1).clamp(min=0)
         at = self.positions.gather(1, anchors)
         self.probe_positions = (at[:, :, None] + offsets).flatten(1)
@@ -235,7 +235,7 @@ class _Run:
 
     def _given(self, positions: Tensor) -> dict[str, Any]:
         # Logits are computed later, from the hidden states of the wanted tokens.
-        return taken(self.model, position_ids=positions, logits_to_keep=1)
+        return supported_kwargs(self.model, position_ids=positions, logits_to_keep=1)
 
     def _split(self, probes: Tensor, tokens: Tensor) -> ProbedSequences:
         shape = (self.batch, self.anchors.shape[1], len(self.group), probes.shape[-1])
@@ -276,7 +276,7 @@ def token_states(
         with torch.no_grad(), _evaluating(model):
             changes.run(
                 model, input_ids=input_ids, attention_mask=mask, use_cache=False,
-                **taken(model, position_ids=positions, logits_to_keep=1),
+                **supported_kwargs(model, position_ids=positions, logits_to_keep=1),
             )  # fmt: skip
             if not likeliest:
                 return seen
@@ -305,6 +305,6 @@ def computed_states(model: Any, embeddings: Tensor) -> Sequence[tuple[Tensor, Te
     tokens = torch.zeros(1, 0, dtype=torch.long, device=embeddings.device)
     model(
         **embedded(model, embeddings[None].to(dtype), tokens), **{CACHE: cache}, use_cache=True,
-        **taken(model, logits_to_keep=1),
+        **supported_kwargs(model, logits_to_keep=1),
     )  # fmt: skip
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]

@@ -16,12 +16,19 @@ from torch import Tensor
 from hf_spec.cache.buffers import bounded
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.pruning import Pruning, keep_likely
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
 from hf_spec.model.block import Block, Slots, first_near
 from hf_spec.model.graphs import Graphs
-from hf_spec.model.hidden_states import NO_STATES, Reads, captured, embedded, states_at, taken
+from hf_spec.model.hidden_states import (
+    NO_STATES,
+    Reads,
+    captured,
+    embedded,
+    gather_hidden,
+    supported_kwargs,
+)
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.programs import DraftProgram
 from modeling_patches.attention_masks import Local, TreeAttention
@@ -62,15 +69,15 @@ class Output(NamedTuple):
         if hidden is None or reads.tokens is None:
             return None
         if reads.tokens == "last":
-            return states_at(hidden, result.last[:, None])[:, 0]
+            return gather_hidden(hidden, result.last[:, None])[:, 0]
         if reads.tokens == "committed":
-            return states_at(hidden, result.path)
-        return states_at(hidden, tree.probes_of(result.last)) if tree.num_probes else None
+            return gather_hidden(hidden, result.path)
+        return gather_hidden(hidden, tree.probes_of(result.last)) if tree.num_probes else None
 
 
 @dataclass
-class Pass:
-    """The running forward, as changes to the model see it."""
+class ForwardContext:
+    """What changes to the model see of the running forward."""
 
     tokens: int = 0  # nodes with tokens, which come first
     probes: int = 0  # which follow
@@ -82,7 +89,7 @@ class Pass:
         if self.logits_at is None:
             # PyTorch's product copies the whole weight for each row of a part of a tensor.
             return hidden[:, : self.tokens].contiguous()
-        return states_at(hidden, self.logits_at)
+        return gather_hidden(hidden, self.logits_at)
 
 
 class Target:
@@ -132,7 +139,7 @@ class Target:
         #: ``(axes, batch, 1)`` what each rotary axis adds to the first; None if there is one.
         self.axes = shift - shift[0] if len(shift) > 1 else None
         self.model_kwargs, self.per_token = model_kwargs or {}, per_token or {}
-        self.takes_positions = "position_ids" in taken(model, position_ids=True)
+        self.takes_positions = "position_ids" in supported_kwargs(model, position_ids=True)
         self.device, self.dtype = placement(model)
         self.probe_inputs = probe_inputs
         self.num_front = 0
@@ -142,7 +149,7 @@ class Target:
         self.rope = DynamicRope(model, self._changes) if rope_ends(model) else None
         #: The same, with the changes that read hidden states and prune; created on first use.
         self._watching: tuple[Changes, list[Tensor]] | None = None
-        self._pass, self._prunes = Pass(), False
+        self._context, self._prunes = ForwardContext(), False
         self.probe_embeddings: Tensor | None = None
         #: ``(kinds, slots)`` bool, which front slots each kind of probe sees.
         self.front_seen: Tensor | None = None
@@ -208,8 +215,8 @@ class Target:
             return Output(tree, self._changes.run(self.model, **inputs).logits)
         watching, seen = self._watched(block.ids.shape[1], tree.num_probes, logits_at)
         logits = watching.run(self.model, **inputs).logits
-        running = self._pass
-        return Output(tree, logits, seen.pop()[:, : running.tokens + running.probes])
+        context = self._context
+        return Output(tree, logits, seen.pop()[:, : context.tokens + context.probes])
 
     def reads_hidden(self, tree: Tree) -> bool:
         """Whether hidden states of a tree are returned."""
@@ -293,7 +300,7 @@ class Target:
 
         def own(value: Any) -> Any:
             if isinstance(value, Tensor) and value.ndim and value.shape[0] == batch:
-                return value[sent(rows, value.device)]
+                return value[to_device(rows, value.device)]
             return value
 
         self.last_position, self.position_shift = own(self.last_position), own(self.position_shift)
@@ -305,7 +312,7 @@ class Target:
     def _pruned(self, tree: Tree, keys: int, pruning: Pruning) -> Output:
         if self.reads.layers:
             raise ValueError("a drafter that reads the states of layers cannot prune nodes.")
-        smaller, running = tree, self._pass
+        smaller, context = tree, self._context
 
         def choose(hidden: Tensor) -> Tensor | None:
             nonlocal smaller
@@ -315,7 +322,7 @@ class Target:
                 return None
             smaller, rows = found
             self.cache.narrow(rows)
-            running.tokens, running.probes = smaller.num_tokens, smaller.num_probes
+            context.tokens, context.probes = smaller.num_tokens, smaller.num_probes
             return rows
 
         inputs = self._inputs(Block.of(tree), keys)
@@ -324,30 +331,30 @@ class Target:
             # After averaged exits, which must see the last layer's output first.
             early_pruning(
                 self.model, changes, pruning.layer,
-                lambda hidden: None if running.choose is None else running.choose(hidden),
+                lambda hidden: None if context.choose is None else context.choose(hidden),
             )  # fmt: skip
             self._prunes = True
-        running.choose = choose
+        context.choose = choose
         try:
             logits = changes.run(self.model, **inputs).logits
         finally:
-            running.choose = None  # break the reference cycle
-        return Output(smaller, logits, seen.pop()[:, : running.tokens + running.probes])
+            context.choose = None  # break the reference cycle
+        return Output(smaller, logits, seen.pop()[:, : context.tokens + context.probes])
 
     def _watched(
         self, tokens: int, probes: int, logits_at: Tensor | None = None
     ) -> tuple[Changes, list[Tensor]]:
         """Changes for forwards that return more than logits, and the list of final states."""
-        running = self._pass
-        running.tokens, running.probes, running.logits_at = tokens, probes, logits_at
+        context = self._context
+        context.tokens, context.probes, context.logits_at = tokens, probes, logits_at
         if self._watching is None:
             changes, inputs = Changes().update(self._changes), self.probe_inputs
             if inputs is not None:
-                averaged_exits(self.model, changes, inputs.exits, lambda: running.tokens)
+                averaged_exits(self.model, changes, inputs.exits, lambda: context.tokens)
                 if inputs.update is not None:
                     inputs.update.add_to(
-                        changes, lambda: (running.tokens + running.probes, running.probes)
+                        changes, lambda: (context.tokens + context.probes, context.probes)
                     )
-            seen = captured(self.model, changes, self.reads.layers, running.wanted)
+            seen = captured(self.model, changes, self.reads.layers, context.wanted)
             self._watching = changes, seen
         return self._watching

@@ -233,9 +233,9 @@ def test_match_and_match_along_equal_a_walk(seed: int, vocab: int) -> None:
     targets = torch.randint(vocab, tokens.shape, generator=torch.Generator().manual_seed(seed + 99))
     at_once = verify.match(tree, targets)
     runs = []
-    for asks in (False, True):
+    for early_exit in (False, True):
         scores = known(targets, vocab)
-        runs.append((verify.match_along(tree, by(scores), everyone(tree), asks), scores))
+        runs.append((verify.match_along(tree, by(scores), everyone(tree), early_exit), scores))
     assert at_once.path.shape == at_once.tokens.shape == (len(tokens), tree.max_depth + 1)
     for row in range(len(tokens)):
         path = walk(tree, targets, row)
@@ -327,12 +327,12 @@ def sampled_draft(tree: Tree, q: Language) -> Tree:
 
 
 def run_rejection(
-    tree: Tree, p: Language, q: Language, seed: int, asks: bool = False
+    tree: Tree, p: Language, q: Language, seed: int, early_exit: bool = False
 ) -> StepResult:
     torch.manual_seed(seed)
     tree = sampled_draft(tree, q)
     scores = Scores(p.at(tree).float().log())
-    accepted = verify.rejection(tree, scores, everyone(tree), asks)
+    accepted = verify.rejection(tree, scores, everyone(tree), early_exit)
     for row, asked in enumerate(scores.asked):
         assert asked == accepted.path[row, : accepted.counts[row]].tolist()
     return accepted
@@ -401,28 +401,28 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
 
 
 def test_asking_early_changes_nothing() -> None:
-    """A chain's random numbers are the same; of a tree, ``asks`` leaves out draws without use."""
+    """A chain's random numbers are the same; in a tree, an early exit leaves out useless draws."""
     p, q = LANGUAGES["near"]
     tree = Tree.of_shapes([TokenTree.chain(3)] * 50)
-    one, two = (run_rejection(tree, p, q, seed=5, asks=asks) for asks in (False, True))
+    one, two = (run_rejection(tree, p, q, seed=5, early_exit=early) for early in (False, True))
     assert emitted_rows(one) != [] and one.counts.tolist() == two.counts.tolist()
     accepted = run_rejection(Tree.of_shapes([TokenTree((-1, 0, 0, 1, 2))] * ROWS), p, q, 11, True)
     assert chi_square(continue_rows(accepted, p, 3, seed=12), p.law(3)) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("asks", [False, True])
-def test_finished_rows_and_rows_in_lockstep(asks: bool) -> None:
+@pytest.mark.parametrize("early_exit", [False, True])
+def test_finished_rows_and_rows_in_lockstep(early_exit: bool) -> None:
     tree = Tree.chain(torch.tensor([[0, 1, 2, 0]] * 3))
     targets = torch.tensor([[1, 2, 0, 1], [1, 2, 1, 1], [1, 2, 0, 1]])
     active = torch.tensor([True, True, False])
     for lockstep, counts in ((False, [4, 3, 1]), (True, [3, 3, 1])):
         scores = known(targets, 3)
-        found = verify.match_along(tree, by(scores), active, asks, lockstep)
+        found = verify.match_along(tree, by(scores), active, early_exit, lockstep)
         assert found.counts.tolist() == counts
         assert scores.asked[0] == [*range(counts[0])] and not scores.asked[2]
     q = torch.nn.functional.one_hot(tree.tokens, 3).float()
     log_p = known(targets, 3).scores.float().log()
-    found = verify.rejection(tree.changed(q=q), Scores(log_p), active, asks)
+    found = verify.rejection(tree.changed(q=q), Scores(log_p), active, early_exit)
     assert found.counts.tolist() == [4, 3, 1]
     assert found.bonus.tolist() == [1, 1, 0]
 

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from adapter_oracle import two_answers
+from conftest import Tiny
+from peft import get_peft_model
 
 from hf_spec.drafting.losses import (
     NEVER,
@@ -11,6 +14,7 @@ from hf_spec.drafting.losses import (
     prediction_losses,
     wanted_mean,
 )
+from hf_spec.methods.registry import get_method
 from hf_spec.model.sequences import IGNORED
 
 BATCH, ANCHORS, DISTANCES, VOCAB = 3, 4, 2, 7
@@ -56,3 +60,15 @@ def test_dynamic_weights_are_parts_of_the_expected_length() -> None:
     total = mean_loss(losses, logits, wanted, decay=None)["loss"]
     expected = wanted_mean(losses * weights, wanted, 1).sum(-1).mean()
     assert float(total) == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize("name", ["medusa", "dflash", "eagle3", "ppd"])
+def test_every_method_can_weigh_distances_by_what_they_add(fresh: Tiny, name: str) -> None:
+    model, method = fresh("llama"), get_method(name)
+    config = method.adapter_config(loss="hard", decay=None)
+    out = get_peft_model(model, config)(**two_answers())
+    losses = prediction_losses(out["logits"], out["labels"])
+    expected = mean_loss(losses, out["logits"], out["labels"], None, pooled=name == "ppd")["loss"]
+    assert losses.shape[2] > 1 and 0 < float(expected) < float(losses.sum())
+    # fp32 with other reduction orders.
+    torch.testing.assert_close(out["loss"], expected, rtol=1e-5, atol=1e-5)

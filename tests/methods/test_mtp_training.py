@@ -97,7 +97,7 @@ def naive_logits(model: Any, adapter: Any, ids: Tensor, anchor: int, steps: int)
     [
         *zip(
             ["qwen3", "glm4_moe_2", "mellum", "qwen3_next", *BUILT],
-            cycle(["kl", "ce"]),
+            cycle(["distillation", "hard"]),
             [None, 0.7, 0.7, None, None],
         )
     ],
@@ -138,7 +138,7 @@ def test_loss_and_gradients_are_those_of_chains_run_one_by_one(
             for step in range(most):
                 chances, tokens = of_base[anchor + 1 + step].softmax(-1).topk(LIKELIEST)
                 log = found[step].log_softmax(-1)
-                if kind == "kl":
+                if kind == "distillation":
                     losses[step] = (chances * (chances.log() - log[tokens])).sum()
                 else:
                     losses[step] = -log[wanted[step]]
@@ -167,7 +167,9 @@ def learned(tmp_path_factory: Any) -> tuple[str, Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "_read", getattr(weights._read, "__wrapped__", weights._read))
         settings = {**LEARN, "learning_rate": 2e-2}
-        train(model, answers(name), "mtp", folder, {"ttt_steps": 3, "loss": "kl"}, settings)
+        train(
+            model, answers(name), "mtp", folder, {"ttt_steps": 3, "loss": "distillation"}, settings
+        )
     assert same(model.state_dict(), before)
     return name, folder
 
@@ -214,7 +216,7 @@ def test_the_adapter_is_whole_and_no_larger(learned: tuple[str, Path]) -> None:
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == model_of(name).name_or_path
     assert config["num_layers"] == len(mtp_layers(model_of(name)).layers)
-    assert record(folder)["config"] == {"ttt_steps": 3, "decay": None, "loss": "kl"}
+    assert record(folder)["config"] == {"ttt_steps": 3, "decay": None, "loss": "distillation"}
 
 
 def test_every_tensor_is_trained_matrices_by_muon(tmp_path: Path) -> None:

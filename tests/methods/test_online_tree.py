@@ -105,7 +105,7 @@ def test_paths_count_by_the_chances_of_their_ranks(with_markov_head: bool) -> No
     made, roots = example(2, 3, 20, with_markov_head)
     hits = HitRates(3)
     chances = hits.chances
-    grown = Tree.unpacked(grow(Ranked(made, hits.sent(roots.device)), roots, 8, 3))
+    grown = Tree.unpacked(grow(Ranked(made, hits.chances_on(roots.device)), roots, 8, 3))
     assert grown.host is not None
     every = [path for d in (1, 2, 3) for path in itertools.product(range(8), repeat=d)]
     products = {path: math.prod(chances[d, rank] for d, rank in enumerate(path)) for path in every}

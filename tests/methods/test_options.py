@@ -9,7 +9,7 @@ import hf_spec
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.decoding.strategy import resolve
 from hf_spec.drafting.options import DraftOptions, changed, key_of
-from hf_spec.drafting.tree_source import drafted_depth, static_tree
+from hf_spec.drafting.static_trees import drafted_depth, static_tree
 from hf_spec.methods.registry import get_method, methods
 
 WHOLE = "must be a whole number"
@@ -45,6 +45,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bita", {"tree": "round"}, "one of adaptive, efficient, full, chain, straightforward, or"),
     ("ppd", {"tree": "full"}, "tree='full': choose one of adaptive, static, chain, dynamic, or"),
     ("space", {"tree": "online"}, "tree='online': choose one of adaptive, chain, or give"),
+    ("eagle3", {"tree": [[0]]}, r"tree=\[\[0\]\]: choose one of adaptive, chain\."),
+    ("mtp", {"tree": "full"}, r"tree='full': choose one of adaptive, chain\."),
     # size
     ("bita", {"num_draft_tokens": 0}, f"num_draft_tokens=0: {WHOLE} from 1 to 1024"),
     ("ppd", {"tree": "static", "num_draft_tokens": 3}, "=3 with tree='static'.*tree='adaptive'"),

@@ -24,7 +24,6 @@ from hf_spec.adapters.predicting import MARKOV_HEAD
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
-from hf_spec.drafting.tree_source import TreeSource
 from hf_spec.methods.ppd import drafter as drafter_module
 from hf_spec.methods.ppd.adapter import ept_group
 from hf_spec.methods.ppd.adapter import loss as objective
@@ -203,8 +202,8 @@ def test_rows_in_different_states_of_random_trees(
     lengths = (12, 1, 5, 9, 2, 11)
     plain = model.generate(**ragged(lengths), max_new_tokens=NEW, do_sample=False)
     with_adapter(model, {"num_ept": 1 + seed % 2, "num_prefix_tokens": seed % 3}, seed)
-    source = TreeSource(3, states_of(random.Random(seed), 3))
-    monkeypatch.setattr(drafter_module, "dynamic_source", lambda model, adapter: source)
+    states = states_of(random.Random(seed), 3)
+    monkeypatch.setattr(drafter_module, "dynamic_states", lambda model, adapter: states)
     out = model.generate(
         **ragged(lengths), max_new_tokens=NEW, do_sample=False,
         **drafting("ppd", tree="dynamic"),

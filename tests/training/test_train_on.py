@@ -37,7 +37,7 @@ def test_weights_are_those_that_training_begins_with(trained, tmp_path, name):
     assert record["best"]["eval_loss"] == pytest.approx(fresh["best"]["eval_loss"], rel=1e-5)
 
     arguments["learning_rate"] = 1e-2
-    other = {"ttt_steps": 2, "loss": "ce"} if name == "eagle3" else {}
+    other = {"ttt_steps": 2, "loss": "hard"} if name == "eagle3" else {}
     record = train(make_model(), answers(), method, tmp_path / "b", other, arguments, start=before)
     assert other.items() <= record["config"].items()
     moved = weights(tmp_path / "b")

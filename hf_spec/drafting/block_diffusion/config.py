@@ -8,18 +8,11 @@ from typing import Any, ClassVar
 from torch import nn
 
 from hf_spec.adapters.base_model import facts_of
-from hf_spec.core.checks import (
-    SHARE,
-    check_count,
-    choice,
-    count,
-    distinct_layers,
-    setting,
-)
+from hf_spec.adapters.predicting import ObjectiveConfig
+from hf_spec.core.checks import check_count, choice, count, distinct_layers, setting
 from hf_spec.core.limits import MAX_FUTURE, MAX_RANK, MAX_SHAPE, MAX_SIZE
 from hf_spec.drafting.block_diffusion.heads import HEADS
 from hf_spec.drafting.decoder import FACTOR, DecoderConfig
-from hf_spec.drafting.layer_types import ARCHITECTURES
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import input_features, output_features
 
@@ -30,7 +23,7 @@ NUM_READ = 3
 
 
 @dataclass
-class BlockConfig(DecoderConfig):
+class BlockConfig(ObjectiveConfig, DecoderConfig):
     """Config of an adapter that predicts a block of tokens.
 
     The layers that it reads are evenly spaced by default, its mask token is the base's last one,
@@ -42,11 +35,11 @@ class BlockConfig(DecoderConfig):
 
     of_layers: ClassVar[tuple[str, ...]] = (*DecoderConfig.of_layers, "attention_bias")
 
-    architecture: str = setting("qwen3", f"Type of its layers: {', '.join(ARCHITECTURES)}.")
+    architecture: str = "qwen3"
     block_size: int = setting(
         8, "Tokens of a block: the anchor, the root of a tree, and masks.", count(2, MAX_FUTURE)
     )
-    num_layers: int = setting(2, "Its decoder layers.")
+    num_layers: int = 2
     sample_from_anchor: bool = setting(
         False,
         "True: each slot of a block predicts the token after its own, the anchor's slot included. "
@@ -83,18 +76,6 @@ class BlockConfig(DecoderConfig):
     conv_group_size: int = setting(
         16, "Features that share the moving part of a convolution.", count(1, MAX_SHAPE)
     )
-    loss: str = setting(
-        "distillation",
-        "hard: cross-entropy of the answer's tokens. distillation: KL divergence from the model's "
-        "own distributions.",
-        choice("hard", "distillation"),
-    )
-    decay: float | None = setting(
-        None,
-        "Weight of distance d in the loss is decay ** d; null: what a distance adds to the "
-        "expected number of accepted tokens (D-PACE).",
-        SHARE,
-    )
     head: str = setting(
         "base", "base: the base's output embeddings. own: a matrix (recorded).",
         choice("base", "own"),
@@ -105,9 +86,7 @@ class BlockConfig(DecoderConfig):
         "grown by it, next to a Markov head (recorded).",
         choice("none", "state", "markov"),
     )
-    embedding_scale: float | None = setting(
-        1.0, "Factor of the rows of the embedding matrix; None: as the base's module (recorded)."
-    )
+    embedding_scale: float | None = 1.0
     logit_scale: float = setting(1.0, "Factor of the logits, before their cap (recorded).", FACTOR)
     attention_bias: bool = setting(False, "Whether attention has biases (recorded).")
     sliding_layers: list[int] | None = setting(None, "Layers with a sliding window (recorded).")

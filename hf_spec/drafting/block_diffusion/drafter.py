@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_spec.adapters.module import Adapter
 from hf_spec.core.buckets import bucket
-from hf_spec.core.transfer import sent
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences, visible
 from hf_spec.drafting.block_diffusion.predictions import PathPredictions
-from hf_spec.drafting.draft_cache import DraftCache, TracedDraftCache, committed
+from hf_spec.drafting.draft_cache import DraftCache, committed
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter
-from hf_spec.drafting.tree_source import tree_source
 from hf_spec.model.hidden_states import Reads
 from hf_spec.model.sequences import token_hidden
 
@@ -31,22 +29,22 @@ class BlockDrafter(TreeDrafter):
         adapter: the adapter, of a :class:`BlockConfig`.
     """
 
+    per_row = ("_last", "_ahead")
+
     def __init__(self, model: Any, options: DraftOptions, adapter: Adapter):
-        config, weights = adapter.config, adapter.tensors()
-        source = tree_source(options, self.trees, model, adapter, config.distances)
-        super().__init__(model, options, source, weights)
+        config = adapter.config
+        super().__init__(model, options, adapter, config.distances)
         self.network = BlockNetwork(model, adapter)
         self.markov_head = head = self.network.head
         if head is not None:
             self.make_predictions = PathPredictions
             head.top_k = config.selector_top_k if head.chooses else None
         self.reads = Reads("committed", tuple(config.layers))
-        self.distances = source.max_depth
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
         graphs = state.target.graphs
-        self.cache: Any = DraftCache.beside(state, self.network, self.network.device, graphs)
+        self.cache = DraftCache.beside(state, self.network, self.network.device, graphs)
         head = self.network.head
         follows = head is not None and head.reads_ahead
         #: The root, and the token ahead of it, where the head reads that.
@@ -63,13 +61,6 @@ class BlockDrafter(TreeDrafter):
             self.network.append(states, rows.positions, self.cache)
             self.cache.keep(counts, known)
 
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self.cache.select(rows)
-        if self._last is not None and self._ahead is not None:
-            kept = sent(rows, self._last.device)
-            self._last, self._ahead = self._last[kept], self._ahead[kept]
-
     def _follow(self, result: StepResult) -> None:
         if self._last is not None:
             tokens = torch.cat([self._last[:, None], result.tokens], 1)
@@ -81,28 +72,9 @@ class BlockDrafter(TreeDrafter):
             self.hidden = self._block(root)
         return self.hidden
 
-    def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor], Hashable]:
-        cache, nodes = self.cache, bucket(tree.num_tokens) + self.network.config.block_size
-        cache.reserve(nodes)
-        changing = [cache.lengths, *([] if self._last is None else [self._last])]
-        return [*self.tensors(), *cache.tensors()], changing, cache.layout
-
-    def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
-        held, end = len(self.tensors()), len(tensors) - (self._last is not None)
-        own = self.using(tensors[:held])
-        if own._last is not None:
-            own._last = tensors[end]
-        own.cache = TracedDraftCache(self.cache, tensors[held:end], in_place)
-        return own
-
-    def received(self, found: Sequence[Tensor], result: StepResult) -> None:
-        assert result.host is not None
-        self._follow(result)
-        self.cache.commit(result.host.counts)
-
-    def release(self) -> list[Tensor]:
-        released: list[Tensor] = self.cache.states.release()
-        return released
+    def carried(self, tree: Tree) -> tuple[Sequence[Tensor], Sequence[Tensor], Hashable]:
+        self.cache.reserve(bucket(tree.num_tokens) + self.network.config.block_size)
+        return super().carried(tree)
 
     def _block(self, root: Tensor) -> Tensor:
         """``(batch, distances, features)`` of the slots that predict."""

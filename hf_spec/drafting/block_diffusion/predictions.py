@@ -9,7 +9,7 @@ from hf_spec.drafting.block_diffusion.head import BlockHead
 from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.noise import as_sampled
 from hf_spec.drafting.predictions import Predictions, likeliest
-from hf_spec.model.hidden_states import states_at
+from hf_spec.model.hidden_states import gather_hidden
 
 #: Likeliest tokens of a slot whose logits heads change, if no more are asked for: all would take
 #: several times as long on CPUs as the block itself.
@@ -46,7 +46,7 @@ class PathPredictions(Predictions):
             return None
         memory = self._memory if place else None
         if memory is not None:
-            memory = states_at(memory, frontier.parents)
+            memory = gather_hidden(memory, frontier.parents)
         states, among = self.states[:, place, None], self._among[:, place, None]
         logits, self._memory = self._head.given(
             self._logits[:, place, None], previous, states, memory, among

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.forward_drafter import GrowOptions
 from hf_spec.drafting.grow import Frontier, extended
@@ -19,8 +19,7 @@ from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.draft_model.assistant import AssistantDrafter
 from hf_spec.model.appending import append
 from hf_spec.model.compiled import PARTS, CompiledTarget
-from hf_spec.model.graphs import Graphs
-from hf_spec.model.hidden_states import states_at, taken
+from hf_spec.model.hidden_states import gather_hidden, supported_kwargs
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
 from modeling_patches.linear_attention import recurrent_rules
@@ -36,23 +35,20 @@ class DraftModelDrafter(AssistantDrafter):
         ValueError: see :class:`AssistantDrafter`; or the assistant cannot run trees.
     """
 
+    per_row = ("_logits",)
+
     def __init__(self, model: Any, options: GrowOptions, assistant: Any):
         super().__init__(model, options, assistant)
         self.outside = "the assistant's forwards are code of their own"
         check_model(assistant)
         self._target: Target | None = None  # of the assistant
         self._logits: Tensor | None = None  # (batch, vocab) after each sequence's last token
-        self._block: Tree | None = None  # the drafted nodes
-        self._graphs: Graphs | None = None  # of the assistant
-
-    def start(self, state: DecodeState) -> None:
-        super().start(state)
-        self._target = self._graphs = None
 
     def catch_up(self, state: DecodeState) -> None:
         target = self._target
         if target is None:
             self._target = self._prompt(state)
+            self.cache = self._target.cache
             return
         rows = self._known(
             tokens[length:] for tokens, length in zip(state.tokens, target.cache.host_lengths)
@@ -62,7 +58,7 @@ class DraftModelDrafter(AssistantDrafter):
             return
         assert self._logits is not None
         if target.graphs is None or max(map(len, rows)) > PARTS:
-            index = sent(new, self._logits.device)
+            index = to_device(new, self._logits.device)
             self._logits.index_copy_(0, index, append(target, rows).logits)
         else:
             self._logits = self._logits_after(target, rows)
@@ -70,11 +66,11 @@ class DraftModelDrafter(AssistantDrafter):
     def _logits_after(self, target: Target, rows: list[list[int]]) -> Tensor:
         """:attr:`_logits` after some more tokens, by a forward of a size that recurs."""
         counts, device = [len(row) for row in rows], target.cache.lengths.device
-        tokens = sent([row + [0] * (max(counts) - len(row)) for row in rows], device)
+        tokens = to_device([row + [0] * (max(counts) - len(row)) for row in rows], device)
         logits = target(Tree.chain(tokens), changes=Changes()).logits
         target.cache.commit(counts)
-        ends = sent(counts, logits.device)[:, None]
-        last = states_at(logits, (ends - 1).clamp(min=0))[:, 0]
+        ends = to_device(counts, logits.device)[:, None]
+        last = gather_hidden(logits, (ends - 1).clamp(min=0))[:, 0]
         assert self._logits is not None
         return torch.where(ends > 0, last, self._logits)
 
@@ -83,8 +79,8 @@ class DraftModelDrafter(AssistantDrafter):
         assistant, rows = self.assistant, self._known(state.tokens)
         text, device = assistant.config.get_text_config(decoder=True), placement(assistant).device
         lengths, width = [len(row) for row in rows], max(map(len, rows))
-        ids = sent([[0] * (width - len(row)) + row for row in rows], device)
-        padding = sent([width - length for length in lengths], device)
+        ids = to_device([[0] * (width - len(row)) + row for row in rows], device)
+        padding = to_device([width - length for length in lengths], device)
         columns = torch.arange(width, device=device)
         mask = columns >= padding[:, None]
         source, positions = DynamicCache(config=text), (columns - padding[:, None]).clamp(min=0)
@@ -93,7 +89,7 @@ class DraftModelDrafter(AssistantDrafter):
         at_once = width if rules else state.prompt_part
         for start in range(0, width, at_once):
             end = start + at_once
-            given = taken(
+            given = supported_kwargs(
                 assistant, input_ids=ids[:, start:end], attention_mask=mask[:, :end].long(),
                 position_ids=positions[:, start:end], use_cache=True, logits_to_keep=1,
                 **{CACHE: source},
@@ -101,17 +97,17 @@ class DraftModelDrafter(AssistantDrafter):
             logits = assistant(**given).logits
         self._logits = logits[:, -1].clone()
         graphs = state.target.graphs
-        self._graphs = graphs and graphs.beside(assistant, "draft_model")
-        allocate = None if self._graphs is None or graphs is None else graphs.allocate
+        own = graphs and graphs.beside(assistant, "draft_model")
+        allocate = None if own is None or graphs is None else graphs.allocate
         cache = TreeCache(len(source.layers), len(rows), device, allocate, rules)
         ends = list(map(sum, zip(lengths, state.remaining)))
         take_over(cache, source, mask, max(state.remaining), seq=width)
         # A table of positions may be shorter than the text.
         context = getattr(text, "max_position_embeddings", None) or max(ends)
-        last = sent([min(end, context) - 1 for end in ends], device)
-        if self._graphs is None:
+        last = to_device([min(end, context) - 1 for end in ends], device)
+        if own is None:
             return Target(assistant, cache, last, beside=self.model)
-        return CompiledTarget(assistant, cache, last, beside=self.model, graphs=self._graphs)
+        return CompiledTarget(assistant, cache, last, beside=self.model, graphs=own)
 
     def _known(self, rows: Iterable[Sequence[int]]) -> list[list[int]]:
         """Tokens as the assistant gets them, some other one for what it does not know."""
@@ -126,22 +122,10 @@ class DraftModelDrafter(AssistantDrafter):
         logits = self._target(self._block, first=first, changes=Changes()).logits
         return logits[..., : self.shared]
 
-    def finish(self) -> None:
-        assert self._target is not None
-        self._target.cache.rollback()
-        self._block = None
-
     def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
         if self._target is not None:
-            self._target.cache.select(rows)
             self._target.select(rows)
-        if self._logits is not None:
-            self._logits = self._logits[sent(rows, self._logits.device)]
-
-    def release(self) -> list[Tensor]:
-        if self._graphs is None or self._target is None:
-            return []
-        return self._target.cache.states.release()
 
     # -- stock assisted decoding -------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from hf_spec.cache.buffers import aligned
 from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.drafting.forward_drafter import GrowOptions
@@ -27,7 +27,7 @@ from hf_spec.drafting.grow import Frontier
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.draft_model.assistant import AssistantDrafter
 from hf_spec.model.block import Slots
-from hf_spec.model.hidden_states import Reads, captured, states_at, taken
+from hf_spec.model.hidden_states import Reads, captured, gather_hidden, supported_kwargs
 from hf_spec.model.programs import DraftProgram
 from modeling_patches.attention_masks import TreeAttention
 from modeling_patches.cache_name import CACHE
@@ -69,7 +69,6 @@ class SharedKVDrafter(AssistantDrafter):
         #: In a program: the model's cache, lengths before the step, and shift of positions.
         self._given: tuple[TreeCache, Tensor, Tensor] | None = None
         self._seen: Seen | None = None  # while a tree grows
-        self._after: Tensor | None = None  # (batch, n, hidden) what rows after the last level take
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
@@ -108,7 +107,7 @@ class SharedKVDrafter(AssistantDrafter):
 
     def select(self, rows: Sequence[int]) -> None:
         if self._hidden is not None:
-            self._hidden = self._hidden[sent(rows, self._hidden.device)]
+            self._hidden = self._hidden[to_device(rows, self._hidden.device)]
 
     def catch_up(self, state: DecodeState) -> None:
         cache = state.cache
@@ -139,7 +138,7 @@ class SharedKVDrafter(AssistantDrafter):
         before = self._hidden[:, None]
         if frontier.depth:
             assert self._after is not None
-            before = states_at(self._after, frontier.parents)
+            before = gather_hidden(self._after, frontier.parents)
         ids, count = frontier.tokens.to(placement(self.model).device), frontier.tokens.shape[1]
         embeddings = self.model.get_input_embeddings()(ids)
         attention, dtype = self._attention, placement(self.assistant).dtype
@@ -159,7 +158,8 @@ class SharedKVDrafter(AssistantDrafter):
         return logits
 
     def finish(self) -> None:
-        self._seen = self._after = None
+        super().finish()
+        self._seen = None
 
     # -- stock assisted decoding -------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class SharedKVDrafter(AssistantDrafter):
         changes = Changes()
         states = captured(model, changes)
         inputs = {"input_ids": known, "use_cache": True, "logits_to_keep": 1, CACHE: source}
-        changes.run(model, **taken(model, **inputs))
+        changes.run(model, **supported_kwargs(model, **inputs))
         cache = TreeCache(len(source.layers), 1, known.device)
         take_over(cache, source, more=0)
         own = copy.copy(self)

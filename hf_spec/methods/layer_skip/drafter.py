@@ -20,7 +20,7 @@ from hf_spec.adapters.module import Adapter
 from hf_spec.core.host_tree import Row
 from hf_spec.core.memory import recall
 from hf_spec.core.token_tree import TokenTree
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, sample
 from hf_spec.drafting.drafter import FORWARDS
@@ -123,7 +123,7 @@ class LayerSkipDrafter(GrowingDrafter):
                 token = scores.argmax(-1, keepdim=True)
             tokens = torch.cat([tokens, token], dim=1)
             lengths = [k + 1 if on else length for on, length in zip(drafting, lengths)]
-            if self.exit.asks:
+            if self.exit.by_confidence:
                 confidence = distribution(logits).gather(1, token)[:, 0]
         state.cache.rollback()
         self._lengths = lengths
@@ -183,7 +183,7 @@ class Stage:
         logits, scores = self._as_sampled(logits, scores, depth)
         tops = scores.topk(min(RANKS, scores.shape[1]))
         # Tokens that processors rule out are never accepted, nor those of finished sequences.
-        out = (tops.values == -torch.inf) | ~sent(list(state.active), scores.device)[:, None]
+        out = (tops.values == -torch.inf) | ~to_device(list(state.active), scores.device)[:, None]
         probs = distribution(logits).gather(1, tops.indices).masked_fill(out, 0)
         return Children(tops.indices[:, None], probs.log()[:, None])
 

@@ -76,13 +76,13 @@ class ThresholdExit(DraftExit):
         self.acceptance: float | None = None
 
     @property
-    def asks(self) -> bool:
+    def by_confidence(self) -> bool:
         """Whether draft probabilities decide."""
         return self.options.draft_exit != "fixed"
 
     def go_on(self, confidence: float) -> bool:
         """Whether to draft another token after one of this draft probability."""
-        return not self.asks or confidence >= self.gamma
+        return not self.by_confidence or confidence >= self.gamma
 
     @locked
     def update(self, acceptance: float) -> None:

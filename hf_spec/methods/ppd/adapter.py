@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import FrontConfig, of_tokens, text_embeddings
+from hf_spec.adapters.predicting import ObjectiveConfig, PrefixKVConfig, of_tokens, text_embeddings
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import SHARE, check_count, choice, count, setting
-from hf_spec.core.limits import MAX_FRONT, MAX_FUTURE, MAX_PROBES, MAX_RANK
+from hf_spec.core.checks import check_count, choice, count, setting
+from hf_spec.core.limits import MAX_FUTURE, MAX_PREFIX_KV, MAX_PROBES, MAX_RANK
 from hf_spec.core.probes import ProbeGroup
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.losses import Ahead, future_losses, mean_loss, own_predictions
@@ -39,7 +39,7 @@ FIRST_STAGE = 0.5
 
 
 @dataclass
-class PPDConfig(FrontConfig):
+class PPDConfig(ObjectiveConfig, PrefixKVConfig):
     """Config of a PPD adapter: prompt tokens that draft.
 
     Raises:
@@ -62,15 +62,7 @@ class PPDConfig(FrontConfig):
         "average", "How EPTs are combined: average, or learned weights.",
         choice("average", "learned"),
     )  # fmt: skip
-    loss: str = setting(
-        "distillation",
-        "distillation: KL divergence from the base's own distributions. hard: cross-entropy of the "
-        "answers' tokens.",
-        choice("distillation", "hard"),
-    )
-    decay: float = setting(
-        0.8, "alpha; the weight of distance i in the loss is alpha^(i-1).", SHARE
-    )
+    decay: float | None = 0.8
     num_prefix_tokens: int = setting(
         0,
         "Tokens of a learned prefix KV in every layer for each prompt token, which alone sees them "
@@ -110,7 +102,7 @@ class PPDConfig(FrontConfig):
         if self.dynamic_tree is not None:
             states_of(self.dynamic_tree)
         check_count("num_ept", self.num_ept, high=MAX_PROBES // self.num_prompt_tokens)
-        most = MAX_FRONT // self.num_prompt_tokens
+        most = MAX_PREFIX_KV // self.num_prompt_tokens
         check_count("num_prefix_tokens", self.num_prefix_tokens, low=0, high=most)
         if self.num_ept == 1 and self.ept_aggregation == "learned":
             raise ValueError(
@@ -119,9 +111,9 @@ class PPDConfig(FrontConfig):
             )
 
     def untrained(self, progress: float) -> frozenset[str]:
-        waits = self.head_stages == 2 and progress < FIRST_STAGE
+        waiting = self.head_stages == 2 and progress < FIRST_STAGE
         parts = {"head", "head_down", "head_up", "head_bias"}
-        return frozenset(parts) if waits else frozenset()
+        return frozenset(parts) if waiting else frozenset()
 
     @property
     def reads_head(self) -> bool:
@@ -205,16 +197,16 @@ class PromptTokens:
         self.distances: int = distances or self.config.num_prompt_tokens
         self.group = ept_group(self.distances, self.config.num_ept, self.config.ept_mask)
         prefix = self.config.num_prefix_tokens
-        front, seen = [], None
+        prefix_kv, seen = [], None
         if prefix:
             slots = self.distances * prefix
             keys, values = self.weights["prefix_keys"], self.weights["prefix_values"]
-            front = list(zip(keys[:, :, :slots].unbind(0), values[:, :, :slots].unbind(0)))
+            prefix_kv = list(zip(keys[:, :, :slots].unbind(0), values[:, :, :slots].unbind(0)))
             # Figure 4.4: prompt token i attends to the prefix tokens i only.
             own = torch.eye(self.distances, dtype=torch.bool, device=keys.device)
             seen = own.repeat_interleave(self.config.num_ept, 0).repeat_interleave(prefix, 1)
         embeddings = self.weights["prompts"][: len(self.group)]
-        self.inputs = ProbeInputs(embeddings, front, seen, self.config.num_exits)
+        self.inputs = ProbeInputs(embeddings, prefix_kv, seen, self.config.num_exits)
 
     def states(self, hidden: Tensor) -> Tensor:
         """The states that predict, ``(batch, n * distances, hidden)``, from final hidden states of

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from hf_spec.adapters.module import Adapter
 from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree_states import TreeStates
 from hf_spec.drafting.options import CHAIN, DraftOptions, refuse
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.drafting.tree_drafter import chain_tree
-from hf_spec.drafting.tree_source import tree_source
 from hf_spec.methods.ppd.adapter import PromptTokens
-from hf_spec.methods.ppd.dynamic_tree import DYNAMIC, dynamic_source
+from hf_spec.methods.ppd.dynamic_tree import DYNAMIC, dynamic_states
 
 #: Rank paths of the static tree: many at depth 1, which every step verifies, and few below.
 STATIC: tuple[tuple[int, ...], ...] = (
@@ -59,17 +59,15 @@ class PPDDrafter(ProbeDrafter):
     options: PPDOptions
 
     def __init__(self, model: Any, options: PPDOptions, adapter: Adapter):
-        config: Any = adapter.config
-        if options.tree == DYNAMIC:
-            source = dynamic_source(model, adapter)
-        else:
-            source = tree_source(
-                options, self.trees, model, adapter, config.num_prompt_tokens, config.num_ept
-            )
-        self.prompts = PromptTokens(adapter, source.max_depth)
-        super().__init__(
-            model, options, self.prompts.inputs, source, adapter.tensors(), self.prompts.group
-        )
+        super().__init__(model, options, adapter, adapter.config.num_prompt_tokens)
+        self.prompts = PromptTokens(adapter, self.distances)
+        self.probe_inputs, self.group = self.prompts.inputs, self.prompts.group
+        self.per_distance = adapter.config.num_ept
+
+    def static_states(self, adapter: Adapter) -> TreeStates | None:
+        if self.options.tree == DYNAMIC:
+            return dynamic_states(self.model, adapter)
+        return super().static_states(adapter)
 
     def distance_states(self, hidden: Tensor) -> Tensor:
         return self.prompts.states(hidden)

@@ -37,8 +37,8 @@ from hf_spec.core.tree import TokenTree
 from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.drafting.calibration import Array
 from hf_spec.drafting.options import ADAPTIVE
+from hf_spec.drafting.static_trees import check_states
 from hf_spec.drafting.tree_drafter import TreeDrafter
-from hf_spec.drafting.tree_source import TreeSource, check_states
 from hf_spec.methods.registry import get_method
 from modeling_patches.modules import unwrapped
 
@@ -341,7 +341,7 @@ def states_of(saved: Any) -> TreeStates:
         ) from error
 
 
-def dynamic_source(model: Any, adapter: Adapter) -> TreeSource:
+def dynamic_states(model: Any, adapter: Adapter) -> TreeStates:
     """The dynamic tree of a PPD adapter; a ValueError if it has none, or one that does not fit the
     adapter or the model."""
     if (saved := adapter.config.dynamic_tree) is None:
@@ -351,4 +351,4 @@ def dynamic_source(model: Any, adapter: Adapter) -> TreeSource:
         )
     states = states_of(saved)
     check_states(states, "dynamic_tree", model, adapter.config.num_prompt_tokens)
-    return TreeSource(states.max_probes, states)
+    return states

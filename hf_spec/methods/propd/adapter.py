@@ -21,7 +21,7 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import check_count, count, setting
 from hf_spec.drafting.heads import HeadsAdapter, HeadsConfig
 from hf_spec.drafting.losses import Ahead, heads_loss, mean_loss, own_predictions, prediction_losses
-from hf_spec.model.hidden_states import model_logits, states_at
+from hf_spec.model.hidden_states import gather_hidden, model_logits
 from hf_spec.model.sequences import token_hidden
 from modeling_patches.early_pruning import layer_input
 from modeling_patches.modules import num_layers
@@ -107,7 +107,9 @@ def loss(model: Any, adapter: Adapter, batch: TrainingBatch) -> dict[str, Tensor
     seen = layer_input(model, changes, config.prune_layer)
     hidden = changes.run(token_hidden, model, batch.input_ids, batch.attention_mask)
     found = heads_loss(model, adapter, batch, hidden)
-    states = early_states(adapter.tensors(), states_at(seen[0].to(hidden.device), batch.anchors))
+    states = early_states(
+        adapter.tensors(), gather_hidden(seen[0].to(hidden.device), batch.anchors)
+    )
     logits = model_logits(model, states.to(hidden))[:, :, None]
     ahead = Ahead.of(batch, 1, hidden.device, first=0)
     own = own_predictions(model, hidden, ahead.columns) if config.loss == "distillation" else None

@@ -9,24 +9,16 @@ from torch import Tensor
 from hf_spec.adapters.module import Adapter
 from hf_spec.core.checks import SHARE, count, setting
 from hf_spec.core.limits import MAX_DRAFT_TOKENS
-from hf_spec.core.memory import recall
 from hf_spec.core.pruning import connected
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.drafter import FORWARDS, Drafter
-from hf_spec.drafting.heads import WEIGHTS, HeadDrafter
+from hf_spec.drafting.heads import HeadDrafter
 from hf_spec.drafting.options import TREE_OPTIONS, DraftOptions, refuse
-from hf_spec.drafting.tree_source import drafted_depth, tree_source
 from hf_spec.methods.propd.adapter import BIAS, GAIN, MATRIX, early_states
-from hf_spec.methods.propd.online_tree import (
-    HIT_ALPHA,
-    ONLINE,
-    RANKS,
-    HitRates,
-    OnlineDrafter,
-)
+from hf_spec.methods.propd.online_tree import HIT_ALPHA, ONLINE, RANKS, OnlineDrafter
 from hf_spec.methods.registry import Method, get_method
-from hf_spec.model.hidden_states import model_logits, states_at
+from hf_spec.model.hidden_states import gather_hidden, model_logits
 from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.modules import num_layers
 from modeling_patches.weights import placement
@@ -119,7 +111,7 @@ class EarlyPruning:
         inner, place = (part.to(hidden.device) for part in _inner(tree))
         tokens = tree.tokens.to(hidden.device)
         # Only nodes with children need predictions.
-        states = early_states(self.weights, states_at(hidden, inner)).to(hidden)
+        states = early_states(self.weights, gather_hidden(hidden, inner)).to(hidden)
         logits = model_logits(self.model, states).float()
         own = logits.flatten(1).gather(1, place * logits.shape[-1] + tokens)
         count = min(self.top_k, logits.shape[-1])
@@ -140,7 +132,7 @@ def _inner(tree: Tree) -> tuple[Tensor, Tensor]:
     at = [{node: index for index, node in enumerate(row)} for row in rows]
     place = [[index.get(node, 0) for node in row] for index, row in zip(at, above)]
     device = tree.parents.device
-    return sent(inner, device), sent(place, device)
+    return to_device(inner, device), to_device(place, device)
 
 
 class ProPDDrafter(HeadDrafter):
@@ -154,25 +146,18 @@ class ProPDDrafter(HeadDrafter):
 
 def make_drafter(model: Any, options: ProPDOptions, adapter: Adapter) -> Drafter:
     """The drafter of the heads, or of another strategy; with early pruning if it is asked for."""
-    weights, config = adapter.tensors(), adapter.config
     drafter: Drafter
     if options.drafter == HEADS:
-        heads = len(weights[WEIGHTS])
-        if options.tree == ONLINE:
-            depth = drafted_depth(options, heads)
-            key = depth, options.hit_alpha, options.hit_ranks
-            hits = recall(model, (HitRates, adapter.name, *key), lambda: HitRates(*key))
-            drafter = OnlineDrafter(model, options, weights, hits)
-        else:
-            source = tree_source(options, ProPDDrafter.trees, model, adapter, heads)
-            drafter = ProPDDrafter(model, options, weights, source)
+        kind = OnlineDrafter if options.tree == ONLINE else ProPDDrafter
+        drafter = kind(model, options, adapter)
     else:
         method = drafting_method(options)
         drafter = method.make_drafter(model, method.parse_options(options.drafter_kwargs))
     if options.prune:
-        _check_prunable(drafter, config.prune_layer)
-        top_k = options.prune_top_k or config.prune_top_k
-        drafter.pruning = EarlyPruning(model, weights, config.prune_layer, top_k)
+        layer, top_k = adapter.config.prune_layer, adapter.config.prune_top_k
+        _check_prunable(drafter, layer)
+        weights = adapter.tensors()
+        drafter.pruning = EarlyPruning(model, weights, layer, options.prune_top_k or top_k)
     return drafter
 
 

@@ -7,7 +7,7 @@ draft tokens, by the step times that it learns (sections 4.2.1 and 4.2.3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_spec.core.memory import locked
-from hf_spec.core.transfer import sent, waits
+from hf_spec.adapters.module import Adapter
+from hf_spec.core.memory import locked, recall
+from hf_spec.core.transfer import is_async, to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.drafting.calibration import Array
@@ -25,7 +26,6 @@ from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.heads import HeadDrafter
 from hf_spec.drafting.predictions import Predictions, reweighed
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.tree_source import TreeSource
 from modeling_patches.weights import placement
 
 #: Value of the option ``tree``.
@@ -59,7 +59,7 @@ class HitRates:
         others = np.broadcast_to(0.1 / np.arange(1, ranks), (depth, ranks - 1))
         self.cumulative: Array = np.concatenate([first, others], axis=1).cumsum(1).clip(max=1.0)
         self.counts: Array = np.full(depth, GUESSED)
-        self._sent: dict[torch.device, Tensor] = {}
+        self._on_device: dict[torch.device, Tensor] = {}
 
     def observe(self, distance: int, rank: int) -> None:
         """P <- (1 - alpha) P + alpha [the token is among the k likeliest].
@@ -80,10 +80,10 @@ class HitRates:
         return np.diff(self.cumulative, axis=1, prepend=0.0).clip(min=0.0)
 
     @locked
-    def sent(self, device: torch.device) -> Tensor:
+    def chances_on(self, device: torch.device) -> Tensor:
         """:attr:`chances` on a device, float32, always in the same memory."""
-        found = sent(self.chances.astype(np.float32), device)
-        return self._sent.setdefault(device, found).copy_(found)
+        found = to_device(self.chances.astype(np.float32), device)
+        return self._on_device.setdefault(device, found).copy_(found)
 
 
 class Ranked:
@@ -106,7 +106,7 @@ class Ranked:
 class OnlineDrafter(HeadDrafter):
     """Trees of the heads' likeliest ranks.
 
-    Args:
+    Attributes:
         hits: how often predictions are right, by distance; updated.
     """
 
@@ -116,12 +116,20 @@ class OnlineDrafter(HeadDrafter):
     _made: Sequence[Any] = ()
     _predicted: Sequence[Any] = ()
 
-    def __init__(self, model: Any, options: Any, weights: Mapping[str, Tensor], hits: HitRates):
-        super().__init__(model, options, weights, TreeSource(len(hits.counts)))
-        self.hits, self._chances = hits, hits.sent(placement(model).device)
-        self.num_kept = 1 if self.markov_head is None else 3
+    def __init__(self, model: Any, options: Any, adapter: Adapter):
+        super().__init__(model, options, adapter)
+        key = self.distances, options.hit_alpha, options.hit_ranks
+        self.hits = recall(model, (HitRates, adapter.name, *key), lambda: HitRates(*key))
+        self._chances = self.hits.chances_on(placement(model).device)
         #: Of steps that are not counted yet, the likeliest tokens (batch, depth, K), and what came.
         self._uncounted: list[tuple[Tensor, list[Sequence[int]]]] = []
+
+    def static_states(self, adapter: Adapter) -> None:
+        return None
+
+    @property
+    def num_kept(self) -> int:
+        return 1 if self.markov_head is None else 3
 
     def kept(self) -> Sequence[Tensor]:
         return self._made
@@ -155,13 +163,13 @@ class OnlineDrafter(HeadDrafter):
         depth = tokens.shape[1]
         if self.markov_head is not None:
             before = [[*row, *[0] * depth][: depth - 1] for row in emitted]
-            later = sent(before, root.device, root.dtype).view(len(emitted), -1)
+            later = to_device(before, root.device, root.dtype).view(len(emitted), -1)
             previous = torch.cat([root[:, None], later], 1).to(tokens.device)[:, :, None]
             found = reweighed(self.markov_head, previous, tokens, *given)[:, :, 0]
             tokens = tokens.gather(2, found.argsort(stable=True, dim=-1, descending=True))
         came = [row[:depth] for row in emitted]
         self._uncounted.append((tokens[..., : self.hits.ranks], came))
-        if len(self._uncounted) >= (COUNTED if waits(tokens.device) else 1):
+        if len(self._uncounted) >= (COUNTED if is_async(tokens.device) else 1):
             self._count()
 
     def _count(self) -> None:
@@ -176,7 +184,7 @@ class OnlineDrafter(HeadDrafter):
                 for distance, (ranks, token) in enumerate(zip(likeliest, tokens), 1):
                     rank = ranks.index(token) if token in ranks else self.hits.ranks
                     self.hits.observe(distance, rank)
-        self.hits.sent(self._chances.device)
+        self.hits.chances_on(self._chances.device)
 
     @locked
     def details(self) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from hf_spec.drafting.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, sample
 from hf_spec.drafting.predictions import distribution
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.drafting.state import DecodeState
-from hf_spec.drafting.tree_source import tree_source
 from hf_spec.methods.space.adapter import mask_tokens
 from hf_spec.model.hidden_states import model_logits
 
@@ -55,12 +54,9 @@ class SpaceDrafter(ProbeDrafter):
     def __init__(self, model: Any, options: SpaceOptions, adapter: Adapter):
         if options.acceptance == "rejection":
             options = replace(options, tree=CHAIN)
-        source = tree_source(
-            options, self.trees, model, adapter, adapter.config.num_mask_tokens, probes=1
-        )
+        super().__init__(model, options, adapter, adapter.config.num_mask_tokens)
         inputs = mask_tokens(adapter)
-        used = replace(inputs, embeddings=inputs.embeddings[: source.max_depth])
-        super().__init__(model, options, used, source, adapter.tensors())
+        self.probe_inputs = replace(inputs, embeddings=inputs.embeddings[: self.distances])
 
     def start(self, state: DecodeState) -> None:
         super().start(state)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from hf_spec.model.hidden_states import taken
+from hf_spec.model.hidden_states import supported_kwargs
 
 #: Two logits count as tied when they differ by at most this many units in the last place of the
 #: run's dtype, at the larger one's magnitude. One forward over n tokens and n forwards over one
@@ -69,7 +69,7 @@ def classify(
 def next_token_logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """Next-token logits ``(vocab,)`` after ``input_ids`` ``(1, seq)``, as ``generate`` sees them:
     float32, or float64 if the model computes in it."""
-    few = taken(model, logits_to_keep=1)  # a long prefix would need seq x vocab logits
+    few = supported_kwargs(model, logits_to_keep=1)  # a long prefix would need seq x vocab logits
     with torch.no_grad():
         logits = model(input_ids, use_cache=False, **few).logits[0, -1]
     return logits if logits.dtype == torch.float64 else logits.float()

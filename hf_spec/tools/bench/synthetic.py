@@ -22,7 +22,7 @@ from hf_spec.core import verify
 from hf_spec.core.buckets import bucket
 from hf_spec.core.checks import check_range
 from hf_spec.core.memory import forget, memory
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
 from hf_spec.decoding.acceptance import Acceptance
@@ -158,7 +158,7 @@ class SyntheticAcceptance(Acceptance):
             self._random = torch.Generator(device).manual_seed(torch.initial_seed())
         rates = [*self._rates, *[0.0] * width][:width]
         numbers = torch.rand(tree.batch_size, width, generator=self._random, device=device)
-        return numbers < sent(rates, device)
+        return numbers < to_device(rates, device)
 
 
 def accept_at(tree: Tree, targets: Tensor, hits: Tensor) -> StepResult:

@@ -1,11 +1,13 @@
 """Trains an adapter on a base model's own answers: data, Trainer, adapter folder."""
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_spec.adapters.active import require_active
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.core.checks import check_count, check_range, nearest, setting
+from hf_spec.core.checks import check_count, check_range, nearest, said_of, setting
 from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.files import write_json, writing
 from hf_spec.methods.registry import Method, methods
@@ -106,9 +108,13 @@ def config_fields(method: Method) -> dict[str, dataclasses.Field[Any]]:
 
 
 def added_fields(kind: Any, base: Any) -> dict[str, dataclasses.Field[Any]]:
-    """Fields of a dataclass that its base does not have."""
-    inherited = {field.name for field in dataclasses.fields(base)}
-    return {field.name: field for field in dataclasses.fields(kind) if field.name not in inherited}
+    """Fields of a dataclass that its base does not have, with all that is said of them."""
+    found = {field.name: copy.copy(field) for field in dataclasses.fields(kind)}
+    for name, field in found.items():
+        field.metadata = MappingProxyType(said_of(kind, name))
+    for field in dataclasses.fields(base):
+        found.pop(field.name, None)
+    return found
 
 
 def check_lengths(rows: Any, max_length: int) -> None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_spec.core.transfer import sent
+from hf_spec.core.transfer import to_device
 
 
 def test_the_host_waits_for_what_it_gets_from_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,6 +14,6 @@ def test_the_host_waits_for_what_it_gets_from_a_device(monkeypatch: pytest.Monke
         return self
 
     monkeypatch.setattr(Tensor, "to", to)
-    sent([1, 2], "meta")
-    sent(torch.zeros(2, device="meta"), "cpu")
+    to_device([1, 2], "meta")
+    to_device(torch.zeros(2, device="meta"), "cpu")
     assert copied == [("cpu", "meta", True), ("meta", "cpu", False)]
