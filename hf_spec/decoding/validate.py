@@ -32,6 +32,19 @@ _OTHER_MODES = {
          "constraints", "force_words_ids"), _ONE_OF_TWO,
     ),
 }  # fmt: skip
+#: Options of stock assisted decoding, of which each call has some value, and what to do instead.
+_OF_ASSISTED = {
+    "num_assistant_tokens": (
+        "Give assistant_kwargs={'num_draft_tokens': ...} instead, or nothing: then a policy "
+        "drafts as much as pays."
+    ),
+    "num_assistant_tokens_schedule": "Drop it: in each step a policy drafts as much as pays.",
+    "assistant_confidence_threshold": "Drop it: in each step a policy drafts as much as pays.",
+    **dict.fromkeys(
+        ("assistant_lookbehind", "target_lookbehind"),
+        "Drop it: an assistant has the model's tokenizer.",
+    ),
+}
 
 
 #: What is wrong, if anything; the option, its value, why it is refused, and what to do.
@@ -54,7 +67,7 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     check_model(model)
     check_attention(model)
     check_cache_stays(model)
-    _raise(config, _of_other_modes(config))
+    _raise(config, _of_other_modes(model, config))
     if method.needs_assistant or assistant is not None:
         method.make_drafter(model, options, assistant)
     _raise(config, _of_the_call(config, mode_kwargs, method))
@@ -73,7 +86,7 @@ def _raise(config: GenerationConfig, refusals: Iterable[Refusal]) -> None:
             )
 
 
-def _of_other_modes(config: GenerationConfig) -> Iterator[Refusal]:
+def _of_other_modes(model: Any, config: GenerationConfig) -> Iterator[Refusal]:
     for option in ("num_beams", "num_beam_groups"):
         value = getattr(config, option, None) or 1
         yield value > 1, option, value, "beam search keeps several hypotheses per row.", _ONE_OF_TWO
@@ -81,6 +94,12 @@ def _of_other_modes(config: GenerationConfig) -> Iterator[Refusal]:
         value = getattr(config, option, None)
         wrong = value is not None and value is not False
         yield wrong, option, value, "it names another decoding method.", remedy
+    defaults, own = GenerationConfig._get_default_generation_params(), model.generation_config
+    for option, remedy in _OF_ASSISTED.items():
+        value = getattr(config, option, None)
+        asked = value not in (None, defaults.get(option), getattr(own, option, None))
+        wrong = asked and not config.is_assistant  # with this, the model drafts for another
+        yield wrong, option, value, "it is for stock assisted decoding.", remedy
 
 
 def _of_the_call(

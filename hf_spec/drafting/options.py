@@ -38,7 +38,9 @@ def _place(name: str, value: Any) -> None:
 
 def _history(name: str, value: Any) -> None:
     if not isinstance(value, RolloutHistory):
-        raise ValueError(f"{name}={value!r}: give a hf_spec.RolloutHistory().")
+        raise ValueError(
+            f"{name}={value!r}: give a hf_spec.RolloutHistory(), which no file of a config holds."
+        )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import sqlite3
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ class _Answer:
     id: int | None = None
 
 
+@dataclass(eq=False)
 class RolloutHistory:
     """Answers of earlier rollouts, which draft later ones to the same prompts: the option
     ``history`` of any strategy, ``assistant_kwargs={"history": history}``.
@@ -92,15 +93,16 @@ class RolloutHistory:
         ValueError: if the file is in use, or is no history's.
     """
 
-    def __init__(
-        self, max_tokens: int = MAX_HISTORY, fresh: float = 0.0, lenience: float = 1.0,
-        path: str | Path | None = None,
-    ):  # fmt: skip
-        check_count("max_tokens", max_tokens)
-        check_range("fresh", fresh, 0.0, 1.0)
-        check_range("lenience", lenience, 1.0, MAX_LENIENCE)
-        self.max_tokens, self.fresh, self.lenience, self.path = max_tokens, fresh, lenience, path
-        self._round = 0
+    max_tokens: int = MAX_HISTORY
+    fresh: float = 0.0
+    lenience: float = 1.0
+    path: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        check_count("max_tokens", self.max_tokens)
+        check_range("fresh", self.fresh, 0.0, 1.0)
+        check_range("lenience", self.lenience, 1.0, MAX_LENIENCE)
+        path, self._round = self.path, 0
         self._weights: Hashable = None
         try:  # threads take turns by `locked`
             self._rows = sqlite3.connect(path or ":memory:", timeout=0, check_same_thread=False)
@@ -115,11 +117,10 @@ class RolloutHistory:
                 f"{error}"
             ) from error
 
-    def __repr__(self) -> str:
-        return (
-            f"RolloutHistory(max_tokens={self.max_tokens}, fresh={self.fresh}, "
-            f"lenience={self.lenience}, path={self.path!r})"
-        )
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments, as a ``GenerationConfig`` prints and saves them."""
+        path = None if self.path is None else str(self.path)
+        return {item.name: getattr(self, item.name) for item in fields(self)} | {"path": path}
 
     def __deepcopy__(self, memo: Any) -> RolloutHistory:
         return self  # generate() copies its configuration

@@ -45,15 +45,14 @@ REFUSED: dict[str, Any] = {
     "penalty_alpha": 0.6, "dola_layers": "low", "low_memory": True, "guidance_scale": 1.5,
     "prompt_lookup_num_tokens": 3, "assistant_early_exit": 1, "assistant_ensemble_weight": 0.5,
     "use_mtp": True, "speculation_type": "dflash", "output_attentions": True,
-    "output_hidden_states": True, "max_matching_ngram_size": 3,
+    "output_hidden_states": True, "max_matching_ngram_size": 3, "num_assistant_tokens": 3,
+    "num_assistant_tokens_schedule": "heuristic", "assistant_lookbehind": 3, "target_lookbehind": 3,
 }  # fmt: skip
 
 #: Options that only say more about one of those, about another kind of model, or about the config
 #: itself: plain generation of a decoder ignores them.
 WITHOUT_EFFECT: dict[str, Any] = {
     "early_stopping": True, "length_penalty": 2.0, "diversity_penalty": 0.5,
-    "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "heuristic",
-    "assistant_lookbehind": 3, "target_lookbehind": 3,
     "decoder_start_token_id": 5, "cache_config": {"nbits": 4}, "max_cache_len": 400,
     "continuous_batching_config": None, "transformers_version": "5.0.0",
     "_from_model_config": False,
@@ -85,6 +84,17 @@ def test_refused(tiny: Tiny, option: str) -> None:
     settings = {"max_new_tokens": 4, "return_dict_in_generate": True, **SPEC}
     with no_forward(tiny()), pytest.raises(ValueError, match=message):
         tiny().generate(prompt(), **settings, **{option: REFUSED[option]})
+
+
+def test_options_of_the_model_itself(fresh: Tiny) -> None:
+    """Those of assisted decoding in a repository's configuration are not the caller's."""
+    model = fresh()
+    model.generation_config.num_assistant_tokens = 5
+    assert same(model, max_new_tokens=4)
+    with pytest.raises(ValueError, match="num_assistant_tokens=6.*'num_draft_tokens'"):
+        model.generate(prompt(), max_new_tokens=4, num_assistant_tokens=6, **SPEC)
+    with pytest.raises(ValueError, match="assistant_confidence_threshold=0.3.*a policy"):
+        model.generate(prompt(), max_new_tokens=4, assistant_confidence_threshold=0.3, **SPEC)
 
 
 def same(model: Any, **options: Any) -> bool:

@@ -235,6 +235,16 @@ def test_answers_on_disk(fresh: Tiny, tmp_path: Path) -> None:
     assert lengths(tmp_path / "others") == [24]
 
 
+def test_a_config_is_printed_and_saved(tmp_path: Path) -> None:
+    """With the arguments; the answers are no part of it."""
+    history = hf_spec.RolloutHistory(fresh=0.25, path=tmp_path / "answers")
+    config = hf_spec.SpecConfig("plain", {"history": history})
+    assert '"fresh": 0.25' in repr(config)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"history=.*'fresh': 0.25.*give a hf_spec.RolloutHistory"):
+        hf_spec.SpecConfig.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize(
     "content",
     [None, b"no database", "create table others (x)", "create table answers (prompt, seed)",
