@@ -64,7 +64,7 @@ def test_trees_of_different_shapes_are_padded_at_the_end(seed: int) -> None:
     assert tree.batch_size == len(shapes)
     assert tree.num_nodes == tree.num_tokens == max(map(len, shapes))
     assert tree.max_depth == max(shape.max_depth for shape in shapes)
-    assert tree.is_chain == all(shape.is_chain for shape in shapes)
+    assert tree.is_chain == all(len(shape) == shape.max_depth + 1 for shape in shapes)
     for row, shape in enumerate(shapes):
         check_row(tree, row, shape.parents)
 
