@@ -211,7 +211,7 @@ class Tree:
         """``(batch, nodes, nodes)`` bool; ``[b, q, k]``: q sees k, which is q, one of its
         ancestors, or a probe of its group."""
         nodes, device = self.num_nodes, self.parents.device
-        if self.is_chain and min(self.row_sizes) + 1 == nodes:
+        if self.is_chain and not self.ranked and min(self.row_sizes) + 1 == nodes:
             order = torch.arange(nodes, device=device)
             return (order <= order[:, None]).expand(self.batch_size, -1, -1)
         assert self.host is not None
@@ -306,27 +306,37 @@ class Tree:
             own = np.where(host.probs > 0, host.depths, 1)
             probes = probes._replace(first=own, counts=probes.counts[:, :1] - own)
         tree = Tree.of_host(host, self.row_sizes, self.parents.device, group, probes)
-        return self._in_shape_of(tree).changed(whole=self.whole, q=self.q)
-
-    def _in_shape_of(self, wider: Tree) -> Tree:
-        """The same with more nodes, by a tree that has these and whose first ones are this one's:
-        the host may not know which tokens they have, or which must not be accepted."""
-        if self.ranked:
-            return wider
-        nodes, count = self.num_tokens, wider.num_tokens
-        own = (pad(x[:, :nodes], (0, count - nodes)) for x in (self.tokens, self.valid))
-        tokens, valid = own
-        valid = torch.cat([valid, wider.valid[:, count:]], dim=1)
-        return wider.with_tokens(tokens).changed(valid=valid)
+        if not self.ranked:
+            valid = torch.cat([self.valid, tree.valid[:, nodes:]], dim=1)
+            tree = tree.with_tokens(self.tokens, self.q).changed(valid=valid)
+        return tree.changed(whole=self.whole)
 
     # -- for compiled code -------------------------------------------------------------------
 
     def padded(self, tokens: int, probes: int) -> Tree:
         """The trees padded to these numbers of nodes with tokens, and of probes."""
-        assert self.host is not None
-        shape, device = (tokens, probes), self.parents.device
-        tree = Tree.of_host(self.host, self.row_sizes, device, self.group, self.probes, shape)
-        return self._in_shape_of(tree)
+        if self.host is not None and self.ranked:
+            shape, device = (tokens, probes), self.parents.device
+            return Tree.of_host(self.host, self.row_sizes, device, self.group, self.probes, shape)
+        nodes, more, behind = self.num_tokens, tokens - self.num_tokens, probes - self.num_probes
+
+        def wider(part: Tensor) -> Tensor:
+            own = pad(part[:, :nodes], (0, more))
+            return torch.cat([own, pad(part[:, nodes:], (0, behind))], dim=1) if probes else own
+
+        tree = dataclasses.replace(
+            self, tokens=wider(self.tokens), parents=wider(self.parents),
+            depths=wider(self.depths), valid=wider(self.valid), host=None,
+            first_probe=None if self.first_probe is None else pad(self.first_probe, (0, more)),
+            probe_counts=None if self.probe_counts is None else pad(self.probe_counts, (0, more)),
+        )  # fmt: skip
+        seen = pad(self.ancestors[:, :nodes, :nodes], (0, more + probes) * 2)
+        if self.num_probes:
+            end = tokens + self.num_probes
+            seen[:, tokens:end, :nodes] = self.ancestors[:, nodes:, :nodes]
+            seen[:, tokens:end, tokens:end] = self.ancestors[:, nodes:, nodes:]
+        seen.diagonal(0, 1, 2).fill_(True)
+        return tree.with_ancestors(seen)
 
     def tensors(self) -> list[Tensor]:
         """The tensors that a forward and its verification read; see :meth:`with_tensors`."""
