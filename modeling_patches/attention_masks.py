@@ -30,92 +30,63 @@ logger = logging.getLogger(__name__)
 TREE_ATTENTION = "tree_attention"
 
 
-def grouped_sdpa(
+def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """``sdpa`` for masked grouped-query attention without copying the KV per query head.
+    """Attention under masks of trees or of ``sdpa``, by the first of these that has it: the kernel
+    of :mod:`.tree_attention`, for packed masks; the model's own eager attention, for ``softcap``
+    and ``s_aux`` (sinks); ``sdpa``.
 
-    With a mask and several queries, the stock function repeats the KV of a layer for each query
-    head in each step. Here the query heads of a group are folded into the query dimension instead.
+    With a mask and several queries, the stock ``sdpa`` repeats the KV of a layer for each query
+    head in each step. Here, under a tree's mask, the query heads of a group are folded into the
+    query dimension instead.
 
     Args:
         query: ``(batch, heads, query, dim)``.
         key, value: ``(batch, kv_heads, key, dim)``.
-        attention_mask: ``(batch, 1, query, key)``; other kinds take the stock function.
-        kwargs: with ``softcap`` or ``s_aux`` (sinks), which sdpa does not have, the model's own
-            eager attention runs.
+        attention_mask: of a tree, packed or what is added to scores ``(batch, 1, query, key)``;
+            boolean, or None, as for ``sdpa``.
     """
-    if _only_eager(kwargs):
-        return _eager_attention(module)(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    batch, heads, length, dim = query.shape
-    kv_heads = key.shape[1]
-    if attention_mask is None or attention_mask.shape[1] != 1 or heads == kv_heads:
-        stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return getattr(stock, "plain", stock)(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    groups = heads // kv_heads
+    options = {"dropout": dropout, "scaling": scaling, **kwargs}
+    (batch, heads, length, dim), kv_heads = query.shape, key.shape[1]
+    if attention_mask is not None and attention_mask.dtype == torch.int64:
+        if not dropout and all(kwargs.get(name) is None for name in _NOT_IN_KERNEL):
+            from modeling_patches.tree_attention import tree_attention
+
+            scale = dim**-0.5 if scaling is None else scaling
+            cap, near = kwargs.get("softcap") or 0.0, kwargs.get("sliding_window") or 0
+            sinks = kwargs.get("s_aux")
+            return tree_attention(query, key, value, attention_mask, sinks, scale, cap, near), None
+        attention_mask = _dense(attention_mask, key.shape[2], query.dtype)
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        added = _eager_mask(attention_mask, query, key.shape[2])
+        eager = _eager_attention(module)
+        found: tuple[Tensor, Tensor | None] = eager(module, query, key, value, added, **options)
+        return found
+    mask, groups = attention_mask, heads // kv_heads
+    if mask is None or mask.dtype == torch.bool or mask.shape[1] != 1 or groups == 1:
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
     output = torch.nn.functional.scaled_dot_product_attention(
         query.reshape(batch, kv_heads, groups * length, dim), key, value,
-        attn_mask=_tiled(attention_mask, groups), dropout_p=dropout, scale=scaling,
+        attn_mask=_tiled(mask, groups), dropout_p=dropout, scale=scaling,
     )  # fmt: skip
     output = output.reshape(batch, heads, length, value.shape[-1])
     return output.transpose(1, 2).contiguous(), None
 
 
-def _only_eager(kwargs: dict[str, Any]) -> bool:
-    """Whether these arguments of an attention function ask for what sdpa does not have."""
-    return kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
+def _eager_mask(mask: Tensor | None, query: Tensor, keys: int) -> Tensor:
+    """What eager attention adds to scores, by a mask as :func:`attend` takes it."""
+    if mask is None:  # causal, and no key before the first query but for one query
+        shape = 1, 1, query.shape[2], keys
+        mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(keys - query.shape[2])
+    if mask.dtype != torch.bool:
+        return mask
+    # As in masks of eager attention: padding sees nothing, and its softmax must not be empty.
+    return _added(mask, query.dtype).clamp_(min=torch.finfo(query.dtype).min)
 
 
-def prompt_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """``sdpa``, or the model's own eager attention for what sdpa does not have. Masks are those of
-    sdpa."""
-    if not _only_eager(kwargs):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if attention_mask is None:  # causal, and no key before the first query but for one query
-        shape = 1, 1, query.shape[2], key.shape[2]
-        attention_mask = torch.ones(shape, dtype=torch.bool, device=query.device)
-        attention_mask = attention_mask.tril(key.shape[2] - query.shape[2])
-    if attention_mask.dtype == torch.bool:
-        attention_mask = _added(attention_mask, query.dtype)
-        # As in masks of eager attention: padding sees nothing, and its softmax must not be empty.
-        attention_mask = attention_mask.clamp_(min=torch.finfo(query.dtype).min)
-    eager = _eager_attention(module)
-    found: tuple[Tensor, Tensor | None] = eager(module, query, key, value, attention_mask, **kwargs)
-    return found
-
-
-def packed_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The kernel of :mod:`.tree_attention` for packed masks, :func:`grouped_sdpa` for what the
-    kernel has not; :func:`prompt_attention` for other masks. Arguments as there."""
-    if attention_mask is None or attention_mask.dtype != torch.int64:
-        attend = prompt_attention
-    elif dropout or any(kwargs.get(name) is not None for name in _NOT_IN_KERNEL):
-        attend, attention_mask = grouped_sdpa, _dense(attention_mask, key.shape[2], query.dtype)
-    else:
-        from modeling_patches.tree_attention import tree_attention
-
-        scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        cap, near = kwargs.get("softcap") or 0.0, kwargs.get("sliding_window") or 0
-        sinks = kwargs.get("s_aux")
-        found = tree_attention(query, key, value, attention_mask, sinks, scale, cap, near)
-        return found, None
-    return attend(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )
-
-
-AttentionInterface.register(TREE_ATTENTION, packed_attention)
+AttentionInterface.register(TREE_ATTENTION, attend)
 AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
 
 #: Arguments of attention functions that the kernel has not: chosen keys.
@@ -189,7 +160,7 @@ class TreeAttention:
     """How a model runs forwards with 4-D masks: masks are converted, and ``changes`` run.
 
     ``eager`` and functions that the user has registered stay as they are; ``sdpa`` becomes
-    :func:`grouped_sdpa` where the model looks attention up by name, and so does, with one warning,
+    :func:`attend` where the model looks attention up by name, and so does, with one warning,
     anything else but ``tree_attention``: flash takes no such mask, and flex would be compiled for
     trees of every size, which on CPUs takes minutes or fails.
 
@@ -240,7 +211,6 @@ class TreeAttention:
             if not isinstance(stock, Replaceable):
                 stock = Replaceable(AttentionInterface, current, stock)
                 AttentionInterface.register(current, stock)
-            attend = packed_attention if self.packs else grouped_sdpa
             self.changes.instead(AttentionInterface, current, attend)
             if current != "sdpa":
                 _warn_switched(current)

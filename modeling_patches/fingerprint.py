@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn.modules import module as of_all_modules
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_patches.per_call import Replaceable, own_function
-from modeling_patches.weights import placement
+from modeling_patches.weights import placement, switches
 
 #: Packages whose modules and wrappers treat all tokens alike, but for attention and recurrences,
 #: which are known by the model's type.
@@ -78,7 +77,7 @@ def fingerprint(model: Any) -> Fingerprint:
             hash(tuple(kinds)),
             tuple((index, _identity(hook), _settings(hook)) for index, hook in hooks),
             tuple((index, _identity(forward)) for index, forward in forwards),
-            _adapters(modules), text._attn_implementation, tuple(map(_identity, attention)),
+            switches(modules), text._attn_implementation, tuple(map(_identity, attention)),
             model.training, device.type, dtype, casts, kernels, torch.is_inference_mode_enabled(),
         ),
     )  # fmt: skip
@@ -92,17 +91,6 @@ def _hooks(modules: Sequence[Any]) -> list[tuple[int, Any]]:
         tables += [(index, module._forward_pre_hooks), (index, module._forward_hooks)]
     every = ((index, hook) for index, table in tables for hook in table.values())
     return [(index, hook) for index, hook in every if not _origin(hook).startswith(_IDLE_HOOKS)]
-
-
-def _adapters(modules: Sequence[Any]) -> Hashable:
-    """Which of PEFT's adapters are active, and how strong they are."""
-    return tuple(
-        (
-            tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters),
-            repr(getattr(layer, "scaling", None)),
-        )
-        for layer in modules if isinstance(layer, BaseTunerLayer)
-    )  # fmt: skip
 
 
 def is_users_attention(name: str) -> bool:

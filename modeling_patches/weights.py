@@ -10,7 +10,7 @@ the device that the module computes on, and drops it afterwards. So modules are 
 and what needs a weight itself gets it from here.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -80,12 +80,18 @@ def made_of(module: Any) -> tuple[list[Tensor], Hashable]:
     """What a module's output depends on: its tensors, and which adapters of PEFT are active."""
     if module is None:
         return [], ()
-    switches = [
-        (part.disable_adapters, tuple(part.active_adapters), tuple(part.merged_adapters))
-        for part in module.modules()
-        if isinstance(part, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-    ]
-    return [*module.parameters(), *module.buffers()], tuple(switches)
+    return [*module.parameters(), *module.buffers()], switches(module.modules())
+
+
+def switches(modules: Iterable[Any]) -> Hashable:
+    """Which adapters of PEFT are active in these modules, and how strong they are."""
+    return tuple(
+        (
+            part.disable_adapters, tuple(part.active_adapters), tuple(part.merged_adapters),
+            repr(getattr(part, "scaling", None)),
+        )
+        for part in modules if isinstance(part, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+    )  # fmt: skip
 
 
 # -- offloaded weights ---------------------------------------------------------------------------

@@ -79,12 +79,6 @@ class AttentionStates:
 
     # -- buffers -----------------------------------------------------------------------------
 
-    def buffers(self) -> Iterator[tuple[Tensor, BufferKey]]:
-        """Each buffer ``(batch, kv_heads, front + slots, head_dim)`` with its layer index and what
-        it holds."""
-        for storage, members in self._groups:
-            yield from zip(storage[:, : self.batch_size], members)
-
     def slots(self, window: int | None) -> int:
         """Slots per row of layers that see this window, without the front slots."""
         return self._slots_of(window, self.capacity, self.room)
@@ -294,7 +288,7 @@ class AttentionStates:
         return tuple(member for _, members in self._groups for member in members)
 
     def tensors(self) -> list[Tensor]:
-        """The layers' keys and values, in the shape of :meth:`buffers`."""
+        """The layers' keys and values ``(batch, kv_heads, front + slots, head_dim)``."""
         return [self.layers[index].with_front[name] for index, name in self.members]
 
     def traced_with(

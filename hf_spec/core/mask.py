@@ -27,14 +27,13 @@ def places(ends: Tensor, slots: int) -> Tensor:
     return own + rounds.clamp(min=0) * slots
 
 
-def tree(ancestors: Tensor, lengths: Tensor, keys: int | Tensor) -> Tensor:
+def tree(ancestors: Tensor, lengths: Tensor, held: Tensor) -> Tensor:
     """The mask of a tree's nodes: each sees its row's prefix, itself and its ancestors.
 
     Args:
         ancestors: ``(batch, query, nodes)`` bool.
         lengths: ``(batch,)`` tokens of the prefix; node ``i`` is token ``lengths[row] + i``.
-        keys: ``(batch, keys)`` the token in each slot; or the number of slots, each of which
-            holds the token of its own number.
+        held: ``(batch or 1, keys)`` the token in each slot.
 
     Returns:
         ``(batch, 1, query, keys)`` bool, True = attend.
@@ -42,7 +41,6 @@ def tree(ancestors: Tensor, lengths: Tensor, keys: int | Tensor) -> Tensor:
     count, nodes = ancestors.shape[1:]
     # A column for the prefix, one for each node and one for what is behind them.
     seen = pad(pad(ancestors, (1, 0), value=True), (0, 1))
-    held = torch.arange(keys, device=lengths.device) if isinstance(keys, int) else keys
     column = (held + 1 - lengths[:, None]).clamp(0, nodes + 1)[:, None].expand(-1, count, -1)
     return seen.gather(2, column)[:, None]
 

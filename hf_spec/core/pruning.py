@@ -106,6 +106,6 @@ def _of_rows(tree: Tree, rows: Tensor, nodes: Tensor, **fields: Any) -> Tree:
     smaller = dataclasses.replace(
         tree, tokens=tree.tokens.gather(1, rows.to(tree.tokens.device)),
         parents=torch.where(above < 0, above, place.gather(1, above.clamp(min=0))),
-        depths=tree.depths.gather(1, rows), q=None, host=None, above=None, slots=nodes, **fields,
+        depths=tree.depths.gather(1, rows), q=None, host=None, ranked=False, slots=nodes, **fields,
     )  # fmt: skip
     return smaller.with_ancestors(seen)

@@ -128,11 +128,6 @@ class TokenTree:
             paths.append((*paths[self.parents[node]], self.ranks[node]))
         return tuple(paths[1:])
 
-    @cached_property
-    def is_chain(self) -> bool:
-        """Whether accepted nodes are always in consecutive slots, so that none has to move."""
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
-
     def truncate(self, max_depth: int) -> TokenTree:
         """The tree of the nodes with ``depth <= max_depth``, in the same order.
 

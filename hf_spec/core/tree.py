@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from hf_spec.core.host_tree import HostTree, Row
 from hf_spec.core.probes import ProbeGroup, ProbeLayout
-from hf_spec.core.token_tree import TokenTree, depths_of
+from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import to_device
 
 
@@ -38,7 +38,6 @@ class Tree:
             itself, and for draft tokens that must not be accepted.
         row_sizes: number of draft tokens of each row.
         row_depths: depth of each row's deepest draft token.
-        is_chain: whether every row is a chain.
         group: the full group of probes; a node with fewer has the first ones. None without probes.
         first_probe: ``(batch, tokens)`` index of the first probe of each node that has a token,
             counted after these nodes.
@@ -46,9 +45,10 @@ class Tree:
         probes: where they are, on the host; None if it does not know, or there are none.
         q: ``(batch, tokens, vocab)`` distribution that each draft token was sampled from, after all
             logits processors; None if none was sampled. That of the root is ignored.
-        host: the same trees on the host if the probabilities of their nodes are known. The policy
-            then chooses how many of them are forwarded.
-        above: the parents of the nodes that have a token, on the host; None if it does not know.
+        host: the trees without probes on the host; None where it does not know them, as in recorded
+            code.
+        ranked: whether it knows the tokens and how likely nodes are, too. The policy then chooses
+            how many of them are forwarded.
         whole: whether all nodes are forwarded anyway.
         slots: ``(batch, tokens)`` place of each node in the step's block of the KV cache; None if
             it is the node's index.
@@ -60,14 +60,13 @@ class Tree:
     valid: Tensor
     row_sizes: tuple[int, ...]
     row_depths: tuple[int, ...]
-    is_chain: bool = False
     group: ProbeGroup | None = None
     first_probe: Tensor | None = None
     probe_counts: Tensor | None = None
     probes: ProbeLayout | None = None
     q: Tensor | None = None
     host: HostTree | None = None
-    above: Sequence[Sequence[int]] | None = None
+    ranked: bool = False
     whole: bool = False
     slots: Tensor | None = None
 
@@ -89,10 +88,13 @@ class Tree:
         """A chain of tokens ``(batch, nodes)`` in every row, the root first."""
         batch, nodes = tokens.shape
         order = torch.arange(nodes, device=tokens.device)
+        parents = np.broadcast_to(np.maximum(np.arange(nodes) - 1, 0), (batch, nodes))
+        depths = np.broadcast_to(np.arange(nodes), (batch, nodes))
         return Tree(
             tokens, (order - 1).expand(batch, -1), order.expand(batch, -1),
             torch.ones(batch, nodes, dtype=torch.bool, device=tokens.device),
-            (nodes - 1,) * batch, (nodes - 1,) * batch, is_chain=True,
+            (nodes - 1,) * batch, (nodes - 1,) * batch,
+            host=HostTree(np.ones(depths.shape), parents, depths, np.zeros_like(depths)),
         )  # fmt: skip
 
     @staticmethod
@@ -137,9 +139,8 @@ class Tree:
         tokens, parents, deep, valid, *places = to_device(parts, device)
         first, counts = (part[:, :nodes] for part in places) if places else (None, None)
         tree = Tree(
-            tokens, parents, deep, valid.bool(), tuple(sizes), row_depths,
-            all(depth + 1 == nodes for depth in row_depths), group, first, counts, probes,
-            host=host, above=above.tolist(),
+            tokens, parents, deep, valid.bool(), tuple(sizes), row_depths, group, first, counts,
+            probes, host=host, ranked=True,
         )  # fmt: skip
         if shape is None:  # else it is forwarded; it may still be cut
             return tree
@@ -200,30 +201,21 @@ class Tree:
         """Depth of the deepest draft token."""
         return max(self.row_depths)
 
-    def parents_on_host(self) -> Sequence[Sequence[int]]:
-        """The parents of the nodes that have a token: in a transfer if the host does not know."""
-        return self.parents[:, : self.num_tokens].tolist() if self.above is None else self.above
-
     @property
-    def structure(self) -> HostTree:
-        """The trees without probes on the host, whose tokens and probabilities it may not know."""
-        if self.host is not None:
-            return self.host
-        above = self.parents_on_host()
-        real = np.arange(self.num_tokens) <= np.array(self.row_sizes)[:, None]
-        depths = np.array([depths_of(row) for row in above])
-        parents = np.maximum(np.array(above), 0)
-        return HostTree(real.astype(float), parents, depths, np.zeros_like(parents))
+    def is_chain(self) -> bool:
+        """Whether every row is known to be a chain."""
+        return self.host is not None and self.row_depths == self.row_sizes
 
     @cached_property
     def ancestors(self) -> Tensor:
         """``(batch, nodes, nodes)`` bool; ``[b, q, k]``: q sees k, which is q, one of its
         ancestors, or a probe of its group."""
         nodes, device = self.num_nodes, self.parents.device
-        if self.is_chain and self.host is None and min(self.row_sizes) + 1 == nodes:
+        if self.is_chain and not self.ranked and min(self.row_sizes) + 1 == nodes:
             order = torch.arange(nodes, device=device)
             return (order <= order[:, None]).expand(self.batch_size, -1, -1)
-        return to_device(self.structure.ancestors(self.group, self.probes), device)
+        assert self.host is not None
+        return to_device(self.host.ancestors(self.group, self.probes), device)
 
     @property
     def drafted(self) -> Tree:
@@ -266,7 +258,7 @@ class Tree:
         if self.num_probes:
             tokens = torch.cat([tokens, self.tokens[:, self.num_tokens :]], dim=1)
         # Trees without tokens are kept from step to step: their ancestors are computed once.
-        return self.changed(tokens=tokens, q=q, host=None).with_ancestors(self.ancestors)
+        return self.changed(tokens=tokens, q=q, ranked=False).with_ancestors(self.ancestors)
 
     def without(self, tokens: Sequence[int]) -> Tree:
         """The trees in which draft tokens of these ids cannot be accepted."""
@@ -274,7 +266,7 @@ class Tree:
         found = torch.isin(self.tokens, unwanted).to(self.valid.device)
         found[:, 0] = False
         found[:, self.num_tokens :] = False  # probes, whose tokens are indices
-        return self.changed(valid=self.valid & ~found, host=None)
+        return self.changed(valid=self.valid & ~found, ranked=False)
 
     def within(self, depths: Sequence[int]) -> Tree:
         """The trees in which draft tokens deeper than this, per row, cannot be accepted."""
@@ -282,22 +274,21 @@ class Tree:
             return self
         deep = self.depths > to_device(depths, self.depths.device)[:, None]
         deep[:, self.num_tokens :] = False  # probes
-        return self.changed(valid=self.valid & ~deep, host=None)
+        return self.changed(valid=self.valid & ~deep, ranked=False)
 
     def likeliest(self, count: int) -> Tree:
-        """The ``count`` likeliest draft tokens of trees without probes."""
+        """The ``count`` likeliest draft tokens of ranked trees without probes."""
         nodes, host = count + 1, self.host
-        if nodes >= self.num_nodes or host is None:
+        if nodes >= self.num_nodes:
             return self
+        assert host is not None
         host = HostTree(*(part[:, :nodes] for part in host))
         sizes = tuple(min(size, count) for size in self.row_sizes)
         depths = host.depths.tolist()
         row_depths = tuple(max(row[: size + 1]) for row, size in zip(depths, sizes))
         return Tree(
             self.tokens[:, :nodes], self.parents[:, :nodes], self.depths[:, :nodes],
-            self.valid[:, :nodes], sizes, row_depths,
-            all(depth + 1 == nodes for depth in row_depths), host=host,
-            above=None if self.above is None else [row[:nodes] for row in self.above],
+            self.valid[:, :nodes], sizes, row_depths, host=host, ranked=True,
         )  # fmt: skip
 
     def attach_probes(
@@ -307,14 +298,15 @@ class Tree:
         """The trees with probes of a group: so many of the first ones under each node of each
         row's tree as ``counts`` has, or all of them. ``shared``: all nodes have those of the root,
         a node of depth d without the first d."""
-        host, nodes = self.structure, self.num_nodes
+        host, nodes = self.host, self.num_nodes
+        assert host is not None
         counts = [[len(group)] * nodes] * self.batch_size if counts is None else counts
         probes = ProbeLayout.of([[*row, *[0] * (nodes - len(row))] for row in counts])
         if shared:
             own = np.where(host.probs > 0, host.depths, 1)
             probes = probes._replace(first=own, counts=probes.counts[:, :1] - own)
         tree = Tree.of_host(host, self.row_sizes, self.parents.device, group, probes)
-        if self.host is None:
+        if not self.ranked:
             valid = torch.cat([self.valid, tree.valid[:, nodes:]], dim=1)
             tree = tree.with_tokens(self.tokens, self.q).changed(valid=valid)
         return tree.changed(whole=self.whole)
@@ -323,7 +315,7 @@ class Tree:
 
     def padded(self, tokens: int, probes: int) -> Tree:
         """The trees padded to these numbers of nodes with tokens, and of probes."""
-        if self.host is not None:
+        if self.host is not None and self.ranked:
             shape, device = (tokens, probes), self.parents.device
             return Tree.of_host(self.host, self.row_sizes, device, self.group, self.probes, shape)
         nodes, more, behind = self.num_tokens, tokens - self.num_tokens, probes - self.num_probes
@@ -334,7 +326,7 @@ class Tree:
 
         tree = dataclasses.replace(
             self, tokens=wider(self.tokens), parents=wider(self.parents),
-            depths=wider(self.depths), valid=wider(self.valid), host=None, above=None,
+            depths=wider(self.depths), valid=wider(self.valid), host=None,
             first_probe=None if self.first_probe is None else pad(self.first_probe, (0, more)),
             probe_counts=None if self.probe_counts is None else pad(self.probe_counts, (0, more)),
         )  # fmt: skip
@@ -356,22 +348,18 @@ class Tree:
         tokens, parents, depths, valid, ancestors, *probes = tensors
         most = (self.num_tokens - 1,) * self.batch_size
         first, counts = probes or (None, None)
-        tree = Tree(tokens, parents, depths, valid, most, most, False, self.group, first, counts)
+        tree = Tree(tokens, parents, depths, valid, most, most, self.group, first, counts)
         return tree.with_ancestors(ancestors)
 
 
 @lru_cache(maxsize=256)
 def _of_shapes(shapes: tuple[TokenTree, ...], device: str) -> Tree:
-    above = filled([shape.parents for shape in shapes])
-    parents = to_device(above, device)
-    sizes = tuple(shape.num_draft_tokens for shape in shapes)
-    real = to_device(filled([[True] * len(shape) for shape in shapes], False), device)
-    return Tree(
-        torch.zeros_like(parents), parents,
-        to_device(filled([shape.depths for shape in shapes], 1), device), real, sizes,
-        tuple(shape.max_depth for shape in shapes), all(shape.is_chain for shape in shapes),
-        above=above,
-    )  # fmt: skip
+    sizes = [shape.num_draft_tokens for shape in shapes]
+    parents = np.maximum(filled([shape.parents for shape in shapes]), 0)
+    real = np.arange(parents.shape[1]) <= np.array(sizes)[:, None]
+    depths = np.array(filled([shape.depths for shape in shapes]))
+    host = HostTree(real.astype(float), parents, depths, np.zeros_like(parents))
+    return Tree.of_host(host, sizes, device).changed(ranked=False)
 
 
 def filled(rows: Sequence[Sequence[Any]], value: Any = 0) -> list[list[Any]]:

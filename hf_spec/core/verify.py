@@ -80,7 +80,7 @@ class StepResult(NamedTuple):
     def packed(self) -> Tensor:
         """All that is on the device, as one tensor ``(batch, 4 + 2 (depth + 1))``."""
         columns = self.counts, self.num_probes, self.last, self.bonus
-        return torch.cat([torch.stack(columns, 1), self.path, self.tokens], 1)
+        return torch.cat([*(one[:, None] for one in columns), self.path, self.tokens], 1)
 
     @staticmethod
     def unpacked(packed: Tensor) -> StepResult:
@@ -101,17 +101,15 @@ class StepResult(NamedTuple):
         Raises:
             RuntimeError: if a token could not be sampled, as from ``torch.multinomial``.
         """
-        depth = self.path.shape[1]
-        columns = self.counts[:, None], self.num_probes[:, None], self.path, self.tokens
-        packed, numbers = torch.cat(columns, 1), None
+        packed, numbers, first = self.packed(), None, 4 + self.path.shape[1]  # of the tokens
         if more is None:
             rows = packed.tolist()
         else:  # float32 represents integers below 2 ** 24, and so all tokens, exactly
             both = torch.cat([packed.to(more), more], 1).cpu().numpy()
             numbers = both[:, packed.shape[1] :]
             rows = both[:, : packed.shape[1]].astype(int).tolist()
-        path = [row[2 : 2 + row[0]] for row in rows]
-        tokens = [row[2 + depth : 2 + depth + row[0]] for row in rows]
+        path = [row[4 : 4 + row[0]] for row in rows]
+        tokens = [row[first : first + row[0]] for row in rows]
         if any(row[-1] < 0 for row in tokens):
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         return HostResult(path, tokens, [row[1] for row in rows]), numbers

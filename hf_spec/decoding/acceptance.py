@@ -122,7 +122,7 @@ class Acceptance:
         own = drawn[rows[:, None], result.counts[:, None] + order]
         return -self.noise.temperature * own.log()
 
-    def _typical_program(self, tree: Tree, key: Hashable) -> VerifyProgram:
+    def _typical_program(self, tree: Tree, key: Hashable = None) -> VerifyProgram:
         """Typical acceptance, whose bonus token is sampled with numbers that are drawn before."""
         limits = self.options.typical_epsilon, self.options.typical_delta
         context = self.scorer.context()
@@ -157,9 +157,9 @@ class Acceptance:
             tree = tree.without(list(eos))
         self.recorded = []
         self._drawn_for = logits.shape[-1], logits.device
-        active = to_device(unfinished, logits.device)
         if self.options.acceptance == "typical":
-            return self._typical(tree.drafted, logits, active)
+            return self._typical(tree, logits)
+        active = to_device(unfinished, logits.device)
         # A processor with a state must not be called for more tokens than are accepted.
         early_exit = stateful or not is_async(logits.device)
         score = self._along_path(tree.drafted, logits)
@@ -210,11 +210,11 @@ class Acceptance:
 
         return score
 
-    def _typical(self, tree: Tree, logits: Tensor, active: Tensor) -> StepResult:
-        scores = self.scorer.everywhere(tree, logits, self.scorer.context())
-        epsilon, delta = self.options.typical_epsilon, self.options.typical_delta
-        result = verify.typical(tree, scores, self._select, active, epsilon, delta)
+    def _typical(self, tree: Tree, logits: Tensor) -> StepResult:
+        program = self._typical_program(tree)
+        result = program.function(tree, logits, program.inputs)
         if self.records:
+            scores = self.scorer.everywhere(tree, logits, self.scorer.context())
             rows = torch.arange(len(logits), device=logits.device)
             path = result.path.unbind(1)
             self.recorded = [(logits[rows, nodes].float(), scores[rows, nodes]) for nodes in path]

@@ -1,4 +1,4 @@
-"""Takes a key-value cache into a call and returns it to the caller, however the call ends.
+"""Returns a call's key-value cache to the caller, however the call ends.
 
 This module knows who owns the cache and which tokens it holds, but not how steps fill it.
 """
@@ -10,15 +10,13 @@ from typing import Any
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_spec.cache.buffers import Allocate
-from hf_spec.cache.convert import take_over, unpack_into
+from hf_spec.cache.convert import unpack_into
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding.call_sequences import Sequences
-from modeling_patches.recurrences import Rule
 
 
 class CacheOwner:
-    """Provides a call's cache and returns the caller's own cache to it.
+    """Holds a call's cache, and returns it, or the caller's own one.
 
     The returned cache holds the start of each row's conversation: the cached part of the prompt and
     of the emitted tokens. If a call fails, unfinished rows are cut to the same number of emitted
@@ -29,12 +27,10 @@ class CacheOwner:
         given: the call's KV cache, from the caller or created by ``generate``; or None.
         sequences: the call's sequences.
         returned: whether the call's output contains the cache.
-        allocate: allocates the buffers of its cache; see :meth:`AttentionStates.allocate_by`.
-        rules: the rule of each recurrent layer.
 
     Attributes:
-        cache: the call's cache; None until it is taken over or, if it is the caller's, until it is
-            known to hold the start of each row's conversation.
+        cache: the call's cache; None until it begins to hold the prompt or, if it is the caller's,
+            until it is known to hold the start of each row's conversation.
         history: tokens of each row that the cache holds before those of ``sequences``; None if they
             are unknown.
         start: lengths of the rows after the prompt; None while it runs.
@@ -43,14 +39,9 @@ class CacheOwner:
         wanted: whether the cache is returned, so that finished rows must stay in it.
     """
 
-    def __init__(
-        self, given: Any, sequences: Sequences, returned: bool,
-        allocate: Allocate | None = None, rules: dict[int, Rule] | None = None,
-    ):  # fmt: skip
+    def __init__(self, given: Any, sequences: Sequences, returned: bool):
         self.given = given
         self.sequences = sequences
-        self.allocate = allocate
-        self.rules = rules
         self.cache: TreeCache | None = None
         self.history: list[list[int]] | None = None
         self.start: list[int] | None = None
@@ -60,31 +51,12 @@ class CacheOwner:
         self.wanted = returned or callers or isinstance(given, TreeCache)
         self._done = False
 
-    def take_over(
-        self, source: DynamicCache, mask: Tensor | None, more: int, front: int, logits: Tensor
-    ) -> TreeCache:
-        """Create the call's cache from the states that the prompt's forward left.
-
-        Args:
-            mask: ``(batch, slots)`` bool, real slots; None if all are.
-            source, more, front: as for :func:`hf_spec.cache.convert.take_over`.
-            logits: ``(batch, vocab)`` of the prompt; their device is the cache's main one.
-        """
-        cache = TreeCache(len(source.layers), len(logits), logits.device, self.allocate, self.rules)
-        # The call's before it takes over anything, as this empties what may be the caller's.
-        self.cache = cache
-        if self.sequences.width:  # otherwise the prompt was given as embeddings
-            self.history = [[] for _ in range(cache.batch_size)]
-        take_over(cache, source, mask, more, front, self.sequences.width)
-        if self.filled is None:  # nobody needs what is left, such as recurrent states
-            source.layers.clear()
-        return cache
-
-    def begin(self, cache: TreeCache) -> None:
+    def begin(self) -> None:
         """Note that the call's cache holds the prompt, to which it may be cut later."""
-        if cache.recurrent is not None and self.wanted:
-            cache.recurrent.remember()
-        self.start = cache.host_lengths
+        assert self.cache is not None
+        if self.cache.recurrent is not None and self.wanted:
+            self.cache.recurrent.remember()
+        self.start = self.cache.host_lengths
 
     def give_back(self) -> TreeCache | DynamicCache | None:
         """Return the cache for the caller; the caller's ``DynamicCache`` is filled in place.

@@ -120,11 +120,6 @@ class Sequences:
         """The tokens that each sequence of the call has emitted."""
         return [own[len(own) - n :] for own, n in zip(self._tokens, self.emitted)]
 
-    def padded(self) -> list[list[int]]:
-        """The same, padded to the longest."""
-        most = max(self.emitted)
-        return [own + [self._pad] * (most - len(own)) for own in self.answers]
-
     # -- growing -----------------------------------------------------------------------------
 
     @property

@@ -86,10 +86,9 @@ class DeviceStep:
         """What a drafter's program finds after a step."""
         wide, noise = result.padded(bucket(tree.num_tokens)), self.state.noise
         ahead = noise.ahead(program.depth) if noise is not None and program.depth else None
-        given = wide, output.read(self.strategy.drafter.reads, wide), ahead
-        if graphs is None:
-            return self.strategy.run(program.run, *given)
-        return self.strategy.run(program.run_by, graphs, *given)
+        read = output.read(self.strategy.drafter.reads, wide)
+        found: Sequence[Tensor] = self.strategy.run(program.run, graphs, wide, read, ahead)
+        return found
 
     def warm(self) -> None:
         """Make the code for all steps that may be chosen, whose results are discarded."""

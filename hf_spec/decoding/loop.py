@@ -18,7 +18,7 @@ from hf_spec.decoding.cache_owner import CacheOwner
 from hf_spec.decoding.call_sequences import Sequences
 from hf_spec.decoding.inputs import prompt_ids
 from hf_spec.decoding.outputs import SpecGenerateOutput
-from hf_spec.decoding.prefill import prefill, real_tokens
+from hf_spec.decoding.prefill import Prompt, real_tokens
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.step import Steps
 from hf_spec.decoding.strategy import Strategy
@@ -27,7 +27,6 @@ from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
 from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE
-from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.ranks import Ranks
 from modeling_patches.support import check_length
 
@@ -69,12 +68,9 @@ def decode(
     check_length(model, sequences.max_length)
     rows, padded = len(input_ids), real is not None
     strategy = Strategy.of(model, config, rows, padded, synced_gpus, assistant_model)
-    graphs = strategy.graphs
     stats = SpecStats(strategy.method.name)
     watch = Stopwatch(stats, model.device, ranks.same)
-    allocate = None if graphs is None else graphs.allocate
-    given, rules = model_kwargs.get(CACHE), recurrent_rules(model)
-    owner = CacheOwner(given, sequences, wants, allocate, rules)
+    owner = CacheOwner(model_kwargs.get(CACHE), sequences, wants)
     with ExitStack() as stack:
         stack.callback(owner.give_back)  # also after an error or interrupt
         scorer = Scorer(logits_processor, sequences)
@@ -105,7 +101,7 @@ def _after_prompt(
     scorer: Scorer, owner: CacheOwner, watch: Stopwatch,
 ) -> Steps:  # fmt: skip
     """Run the prompt and take the first token of each row."""
-    model, drafter, graphs = strategy.model, strategy.drafter, strategy.graphs
+    model, drafter = strategy.model, strategy.drafter
     rollouts, earlier, sequences = strategy.options.history, None, owner.sequences
     if rollouts is not None:
         earlier = rollouts.begin(model, sequences.tokens, sequences.ids.device)
@@ -113,10 +109,11 @@ def _after_prompt(
     kind = memory(model).get(Acceptance, Acceptance)  # benchmarks may set another one
     acceptance = kind(config, strategy.options, scorer, seeds)
     with watch.phase("forward"):
-        prefilled = strategy.run(
-            prefill, model, input_ids, config, model_kwargs, owner, drafter, drafter.reads,
-            graphs,
+        prompt = Prompt(
+            model, input_ids, config, model_kwargs, owner, drafter.probe_inputs, drafter.reads,
+            strategy.graphs,
         )  # fmt: skip
+        prefilled = strategy.run(prompt.run)
     cache = prefilled.target.cache
     rows, context = cache.batch_size, max(cache.host_lengths).bit_length()
     history = History.of(model, strategy.options.lookup_history)

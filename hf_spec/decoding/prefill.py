@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
-from hf_spec.cache.convert import check_packable
+from hf_spec.cache.convert import check_packable, take_over
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import to_device
 from hf_spec.decoding.cache_owner import CacheOwner
 from hf_spec.decoding.cache_reuse import begin_rope, check_gaps, new_tokens
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
-from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.appending import Prefilled, append
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
@@ -30,6 +29,7 @@ from hf_spec.model.instructions import warn_if_slow
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
+from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.per_call import Changes
 
 
@@ -52,35 +52,15 @@ def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | No
     return attention_mask[:, -width:].bool() if width else attention_mask[:, :0].bool()
 
 
-def prefill(
-    model: Any,
-    input_ids: Tensor,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    owner: CacheOwner,
-    drafter: Drafter | None,
-    reads: Reads,
-    graphs: Graphs | None = None,
-) -> Prefilled:
-    """Run the prompt and return a tree forward that continues it.
+@dataclass
+class Prompt:
+    """A call's prompt, and what its forward needs.
 
-    Args:
-        drafter: the drafter whose probes later forwards run.
+    Attributes:
+        probe_inputs: of the probes that later forwards run; None if they run none.
         reads: the hidden states that are returned.
         graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
     """
-    probes = None if drafter is None else drafter.probe_inputs
-    prompt = _Prompt(model, input_ids, config, model_kwargs, owner, probes, reads, graphs)
-    continued = isinstance(owner.given, TreeCache)
-    prefilled = prompt.run_as_trees() if continued else prompt.run_by_transformers()
-    owner.begin(prefilled.target.cache)
-    begin_rope(prefilled.target, owner)
-    return prefilled
-
-
-@dataclass
-class _Prompt:
-    """A call's prompt, and what its forward needs; see :func:`prefill`."""
 
     model: Any
     input_ids: Tensor
@@ -89,7 +69,7 @@ class _Prompt:
     owner: CacheOwner
     probe_inputs: ProbeInputs | None
     reads: Reads
-    graphs: Graphs | None
+    graphs: Graphs | None = None
 
     def __post_init__(self) -> None:
         sequences, given = self.owner.sequences, (self.model, self.input_ids, self.model_kwargs)
@@ -98,8 +78,15 @@ class _Prompt:
         mask = self.mask = self.model_kwargs.get("attention_mask")
         self.real = None if mask is None else mask.bool()
         columns = self.budget + (sequences.width if mask is None else mask.shape[1])
-        continued = isinstance(self.owner.given, TreeCache)
-        self.gaps = check_gaps(self.model, self.real, continued, columns)
+        self.continues = isinstance(self.owner.given, TreeCache)
+        self.gaps = check_gaps(self.model, self.real, self.continues, columns)
+
+    def run(self) -> Prefilled:
+        """Run it; returns a tree forward that continues it, and what it leaves to the drafter."""
+        prefilled = self.run_as_trees() if self.continues else self.run_by_transformers()
+        self.owner.begin()
+        begin_rope(prefilled.target, self.owner)
+        return prefilled
 
     def run_as_trees(self) -> Prefilled:
         """Append the new tokens to a continued ``TreeCache``."""
@@ -107,10 +94,10 @@ class _Prompt:
         rows = new_tokens(owner, self.mask, self.config, self.model)
         new = list(map(len, rows))
         self.first.check_tokens_alone(self.later, new, cache.generated)
-        if owner.allocate is None:
+        if self.graphs is None:
             cache.states.allocate_by(None)
         else:
-            cache.states.rehouse(owner.allocate)
+            cache.states.rehouse(self.graphs.allocate)
         lengths = [length + count for length, count in zip(cache.host_lengths, new)]
         cache.states.limit = max(lengths) + self.budget
         target = self._target(cache, to_device(lengths, cache.lengths.device), self.later)
@@ -137,13 +124,28 @@ class _Prompt:
         logits = outputs.logits[:, -1]
         hidden, following = _read(reads, chunks, self.input_ids, self.real)
         chunks.clear()
-        front = 0 if self.probe_inputs is None else self.probe_inputs.num_front
-        cache = owner.take_over(source, self.real, self.budget, front, logits)
+        cache = self._cache(source, logits)
         later = LaterInputs.of(model, self.input_ids, self.model_kwargs, outputs)
         cache.shift = later.shift(cache.lengths)
         cache.depend_on(self.first.once(later) + self.gaps)
         cache.generated = self.first.changed(later)
         return Prefilled(self._target(cache, cache.lengths, later), logits, hidden, following)
+
+    def _cache(self, source: DynamicCache, logits: Tensor) -> TreeCache:
+        """The call's cache, from the states that the prompt's forward left; ``logits`` ``(batch,
+        vocab)`` are on its main device."""
+        owner, width = self.owner, self.owner.sequences.width
+        allocate = None if self.graphs is None else self.graphs.allocate
+        rules, rows = recurrent_rules(self.model), len(logits)
+        # The call's before it takes over anything, as this empties what may be the caller's.
+        cache = owner.cache = TreeCache(len(source.layers), rows, logits.device, allocate, rules)
+        if width:  # otherwise the prompt was given as embeddings
+            owner.history = [[] for _ in range(rows)]
+        front = 0 if self.probe_inputs is None else self.probe_inputs.num_front
+        take_over(cache, source, self.real, self.budget, front, width)
+        if owner.filled is None:  # nobody needs what is left, such as recurrent states
+            source.layers.clear()
+        return cache
 
     def _target(self, cache: TreeCache, lengths: Tensor, later: LaterInputs) -> Target:
         """A tree forward after prompts of these lengths."""

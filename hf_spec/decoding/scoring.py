@@ -159,7 +159,7 @@ class Scorer:
         return scores.to(device)
 
     def everywhere(self, tree: Tree, logits: Tensor, context: Sequence[Tensor] = ()) -> Tensor:
-        """Scores ``(batch, tokens, vocab)`` float32 at all nodes of trees without probes.
+        """Scores ``(batch, tokens, vocab)`` float32 at all nodes with a token.
 
         Args:
             context: :meth:`context` of the step.
@@ -178,7 +178,7 @@ class Scorer:
                     changed = processor(ids[:, :0], scores)
                     scores = torch.where(columns < shorter(processor), changed, scores)
             return scores.unflatten(0, logits.shape[:2]).to(logits.device)
-        scores = logits.to(torch.float32, copy=True)
+        tree, scores = tree.drafted, logits.to(torch.float32, copy=True)
         for node, depths in enumerate(tree.depths.T.tolist()):
             # The nodes on the path to this one come first, by their depths.
             off_path = ~tree.ancestors[:, node]

@@ -29,14 +29,13 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.cache_owner import CacheOwner
 from hf_spec.decoding.call_sequences import Sequences
-from hf_spec.decoding.prefill import prefill
+from hf_spec.decoding.prefill import Prompt
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.hidden_states import Reads, output_logits, supported_kwargs
 from hf_spec.model.rounding import tolerance
 from hf_spec.model.target import Target
 from modeling_patches.cache_name import CACHE
 from modeling_patches.fingerprint import Fingerprint, fingerprint
-from modeling_patches.linear_attention import recurrent_rules
 from modeling_patches.modules import decoder_of
 from modeling_patches.per_call import Changes
 from modeling_patches.support import VERIFIED, empty_cache
@@ -163,11 +162,13 @@ class Trial:
         }  # fmt: skip
 
     def _target(self, drafter: Drafter | None, reads: Reads) -> Target:
-        """The tree forward that continues the prompts; see :func:`prefill`."""
+        """The tree forward that continues the prompts."""
         inputs = self._inputs()
         sequences = Sequences(self.prompt, self.mask.bool(), _until(2 * _PROMPT))
-        owner = CacheOwner(inputs[CACHE], sequences, False, rules=recurrent_rules(self.model))
-        return prefill(self.model, self.prompt, self.config, inputs, owner, drafter, reads).target
+        owner = CacheOwner(inputs[CACHE], sequences, False)
+        probes = None if drafter is None else drafter.probe_inputs
+        given = self.model, self.prompt, self.config, inputs, owner, probes, reads
+        return Prompt(*given).run().target
 
     def run(self, drafter: Drafter | None, reads: bool) -> tuple[str, float]:
         """What is wrong if the error, which is the largest relative one, is too large.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_spec.core.host_tree import Row
+from hf_spec.core.host_tree import HostTree, Row
 from hf_spec.core.memory import locked, recall
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
@@ -153,21 +153,22 @@ def merged(tree: Tree, lookups: Sequence[Row]) -> Tree:
     tokens count as drawn from a distribution that puts all mass on them, so that rejection stays
     exact.
     """
-    if tree.host is None or tree.whole:
-        return _appended(tree, lookups)
+    assert tree.host is not None
+    if tree.whole or not tree.ranked:
+        return _appended(tree, tree.host, lookups)
     rows = zip(tree.host.rows(tree.row_sizes), lookups)
     both = [row.merge(other).likeliest_first() for row, other in rows]
     return Tree.of_rows(both, tree.tokens.device)
 
 
-def _appended(tree: Tree, lookups: Sequence[Row]) -> Tree:
+def _appended(tree: Tree, host: HostTree, lookups: Sequence[Row]) -> Tree:
     """The trees, which are forwarded whole, with looked-up draft tokens appended."""
     sizes = tree.row_sizes
     # A transfer: the device has chosen the tokens that looked-up ones may be equal to.
     known = tree.tokens[:, : tree.num_tokens].tolist()
     own = [
-        Row([*parents[: size + 1]], tokens[: size + 1], [1.0] * (size + 1))
-        for parents, tokens, size in zip(tree.parents_on_host(), known, sizes)
+        Row(row.parents, tokens[: size + 1], [1.0] * (size + 1))
+        for row, tokens, size in zip(host.rows(sizes), known, sizes)
     ]
     rows = [row.merge(other) for row, other in zip(own, lookups)]
     both, q = Tree.of_rows(rows, tree.tokens.device), tree.q
@@ -176,7 +177,7 @@ def _appended(tree: Tree, lookups: Sequence[Row]) -> Tree:
         for row, size in enumerate(sizes):
             certain[row, : size + 1] = q[row, : size + 1]
         q = certain
-    both = both.changed(q=q, host=None)
+    both = both.changed(q=q, ranked=False)
     if tree.group is None or tree.probes is None:
         return both
     # No probes at looked-up nodes: lookups hit in runs, so the next step mostly has one again, and

@@ -153,7 +153,9 @@ class TreeDrafter(GrowingDrafter):
             zeros = np.zeros((state.batch_size, 1), np.int64)
             tokens = np.array([row[-1:] for row in state.tokens])
             host = HostTree(zeros + 1.0, zeros, zeros, tokens)
-            tree = Tree.roots(state.root).changed(host=host, whole=self.exactly is not None)
+            tree = Tree.roots(state.root).changed(
+                host=host, ranked=True, whole=self.exactly is not None
+            )
         if self.exactly is None or not self.per_distance:
             return tree
         assert tree.host is not None

@@ -41,16 +41,13 @@ class DraftProgram(NamedTuple):
     reads_cache: bool = False
 
     def run(
-        self, result: StepResult, hidden: Tensor | None, noise: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """Run it as it is."""
-        return self.function([*self.buffers, *self.inputs], result, hidden, noise)
-
-    def run_by(
-        self, graphs: Graphs, result: StepResult, hidden: Tensor | None, noise: Tensor | None
-    ) -> Sequence[Tensor]:
-        """Run it by code of its own."""
+        self, graphs: Graphs | None, result: StepResult, hidden: Tensor | None,
+        noise: Tensor | None,
+    ) -> Sequence[Tensor]:  # fmt: skip
+        """Run it by code of its own, or as it is."""
         own = [*self.buffers, *self.inputs]
+        if graphs is None:
+            return self.function(own, result, hidden, noise)
         read = [one for one in (hidden, noise) if one is not None]
 
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:

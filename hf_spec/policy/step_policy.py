@@ -110,7 +110,7 @@ class StepPolicy:
             limits: depth of the deepest draft token that each row can use.
         """
         host, self._drafts = tree.host, True
-        if host is None or tree.whole or not self.enabled:
+        if host is None or not tree.ranked or tree.whole or not self.enabled:
             return tree
         deep = np.where(active, limits, -1)[:, None]
         probs = np.where(host.depths <= deep, host.probs, 0.0)

@@ -35,7 +35,7 @@ def test_tree_mask_equals_the_double_loop(seed: int, window: int | None) -> None
         return visible and (window is None or position - positions[b][k] < window)
 
     shape = (len(trees), nodes - first, keys)
-    built = masks.tree(tree.ancestors[:, first:], on_device, keys)
+    built = masks.tree(tree.ancestors[:, first:], on_device, torch.arange(keys)[None])
     if window is not None:
         query_positions = on_device[:, None] + tree.depths[:, first:]
         built = built & masks.since(query_positions - window + 1, torch.tensor(positions))

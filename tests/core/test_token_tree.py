@@ -78,7 +78,6 @@ def test_a_chain_has_one_node_per_depth(length: int) -> None:
     tree = TokenTree.chain(length)
     assert tree.parents == tuple(range(-1, length))
     assert tree.depths == tuple(range(length + 1))
-    assert tree.is_chain
     assert tree.paths == tuple((0,) * depth for depth in range(1, length + 1))
 
 

@@ -259,7 +259,7 @@ def test_flash_is_switched_to_sdpa_for_the_call(
     model.config._attn_implementation_internal = "flash_attention_2"
     called: list[str] = []
     monkeypatch.setattr(attention_masks, "is_users_attention", lambda name: False)
-    monkeypatch.setattr(attention_masks, "grouped_sdpa", lambda *args: called.append("ours"))
+    monkeypatch.setattr(attention_masks, "attend", lambda *args: called.append("ours"))
     monkeypatch.setitem(
         AttentionInterface._global_mapping, "flash_attention_2", lambda *args: called.append("own")
     )
@@ -286,7 +286,7 @@ def test_flash_without_sdpa_is_refused(fresh: Tiny) -> None:
         attention_masks.TreeAttention(model)
 
 
-def test_grouped_sdpa_is_sdpa() -> None:
+def test_folded_heads_are_sdpa() -> None:
     """Folding a group's query heads into the queries changes nothing; masks of any row differ."""
     torch.manual_seed(0)
     module = torch.nn.Module()
@@ -295,7 +295,7 @@ def test_grouped_sdpa_is_sdpa() -> None:
     mask = torch.rand(2, 1, 5, 11) < 0.6
     mask[..., 0] = True
     additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    ours, _ = attention_masks.grouped_sdpa(module, q, k, v, additive, scaling=0.3)
+    ours, _ = attention_masks.attend(module, q, k, v, additive, scaling=0.3)
     stock, _ = attention_masks.ALL_ATTENTION_FUNCTIONS["sdpa"](
         module, q, k, v, additive, scaling=0.3
     )
@@ -313,6 +313,6 @@ def test_no_score_outweighs_the_mask(tiny: Tiny, grouped: bool) -> None:
     k[:, :, 1:], v[:, :, 1:] = 6e4, 7.0
     seen = torch.tensor([True, False, False]).expand(1, 1, 2, 3)
     mask = attention_masks.TreeAttention(tiny()).convert({"": seen}, q.dtype)
-    attend = attention_masks.grouped_sdpa if grouped else ALL_ATTENTION_FUNCTIONS["sdpa"]
+    attend = attention_masks.attend if grouped else ALL_ATTENTION_FUNCTIONS["sdpa"]
     output, _ = attend(module, q, k, v, mask, scaling=1.0)
     assert torch.equal(output, torch.ones_like(output))

@@ -75,7 +75,7 @@ def paths_of(tree: Tree, row: int) -> dict[Path, float]:
         paths.append((*paths[parents[node]], tokens[node]))
         assert tree.depths[row, node] == len(paths[-1])
     assert len(set(paths)) == len(paths)
-    if tree.host is None:
+    if tree.host is None or not tree.ranked:
         return dict.fromkeys(paths[1:], 0.0)
     probs = tree.host.probs[row].tolist()
     assert probs == sorted(probs, reverse=True)

@@ -67,7 +67,7 @@ def test_lookups_are_appended_to_trees_that_are_forwarded_whole(
         tree = tree.attach_probes(GROUPS[group], [[3, 0, 2], [1, 1, 1]])
     found = with_lookups(tree)
     assert rows_of(found) == [([-1, 0, 1, 1, 3], [5, 6, 9, 7, 8]), ([-1, 0, 1], [3, 4, 4])]
-    assert found.host is None
+    assert not found.ranked
     if q is not None:
         assert found.q is not None and torch.equal(found.q[:, :3], q)
         certain = torch.nn.functional.one_hot(found.drafted.tokens[:, 3:], 12)

@@ -7,7 +7,7 @@ import torch
 from adapter_oracle import added, losses_one_by_one, randomise, two_answers
 from conftest import Tiny, prompt
 from peft import get_peft_model
-from running import proposals
+from running import drafting, proposals
 from transformers import DynamicCache, GraniteConfig, GraniteForCausalLM
 
 import hf_spec
@@ -59,6 +59,16 @@ def naive(model: Any, ids: torch.Tensor, weights: dict, depth: str) -> torch.Ten
         inputs_embeds=masks[None], **{CACHE: cache}, position_ids=positions,
         attention_mask=additive[None, None],
     ).logits[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("processed", [{}, {"no_repeat_ngram_size": 9}])
+def test_masks_predict_after_typical_acceptance(fresh: Tiny, processed: dict[str, int]) -> None:
+    model = fresh()
+    model.add_adapter(hf_spec.BitaConfig(num_mask_tokens=2))
+    given = drafting("bita", acceptance="typical", lookup=False)
+    model.generate(prompt(), do_sample=False, max_new_tokens=6, **processed, **given)
+    stats = hf_spec.last_stats(model)
+    assert stats is not None and stats.num_drafted_tokens > 0
 
 
 def test_straightforward_decoding(fresh: Tiny) -> None:

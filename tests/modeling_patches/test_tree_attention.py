@@ -102,7 +102,7 @@ def test_packed_is_dense(nodes: int, front: int, local: Local | None) -> None:
     tree, lengths = trees(nodes, nodes, (0, 131))
     slots = 131 + nodes + 9
     learned = torch.rand(2, nodes, front) < 0.5
-    expected = masks.tree(tree.ancestors, lengths, slots)
+    expected = masks.tree(tree.ancestors, lengths, torch.arange(slots)[None])
     positions = lengths[:, None] + tree.depths
     at = torch.arange(slots).repeat(2, 1)
     at.scatter_(1, lengths[:, None] + torch.arange(nodes), positions)

@@ -125,7 +125,8 @@ class EarlyPruning:
 def _inner(tree: Tree) -> tuple[Tensor, Tensor]:
     """Nodes with children ``(batch, inner)``, padded with roots, and each node's parent among them
     ``(batch, tokens)``."""
-    above = tree.parents_on_host()
+    assert tree.host is not None
+    above = tree.host.parents.tolist()
     rows = [sorted({0, *row[1 : size + 1]}) for row, size in zip(above, tree.row_sizes)]
     most = max(map(len, rows))
     inner = [row + [0] * (most - len(row)) for row in rows]

@@ -77,7 +77,7 @@ class StepStreamer(BaseStreamer):
         self.trees[len(self.steps) - 1] = VerifiedTree(
             TokenTree(tuple(tree.parents[0, :count].tolist())),
             tree.tokens[0, :count].tolist(),
-            None if tree.host is None else tree.host.probs[0, :count].tolist(),
+            tree.host.probs[0, :count].tolist() if tree.host and tree.ranked else None,
             list(result.path[0]),
             self.steps[-1],
         )
