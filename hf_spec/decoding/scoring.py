@@ -197,10 +197,8 @@ class Scorer:
     ) -> Tensor:  # fmt: skip
         """:meth:`__call__` for processors that see the whole batch: once for each length."""
         sequences, size = self.sequences, suffix.shape[1]
-        index, shrunk = (
-            to_device(sequences.rows, logits.device),
-            len(logits) < len(sequences.lengths),
-        )
+        index = to_device(sequences.rows, logits.device)
+        shrunk = len(logits) < len(sequences.lengths)
         if shrunk and self._logits is not None:
             logits = self._logits.index_copy(0, index, logits)
         self._logits = scores = logits
