@@ -187,6 +187,12 @@ class Captured:
         self._replay()
         return self._results
 
+    def drop_all_but(self, left: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
+        """Free the memory of results of which this leaves nothing, for what other records do: what
+        a run writes there is read by nobody. As large as logits, they would fill a GPU."""
+        pairs = zip(left(self._results), self._results, strict=True)
+        self._results = tuple(all_of if part.numel() else part.clone() for part, all_of in pairs)
+
     @property
     def is_valid(self) -> bool:
         """Whether its static inputs exist."""

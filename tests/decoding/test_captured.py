@@ -415,6 +415,20 @@ def test_records_go(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {"add", "c", "d"}
 
 
+def test_logits_are_not_kept(shallow: Tiny) -> None:
+    """A record's results stay in memory: once it is checked, without those that no step reads."""
+    model = adapt(shallow(), "medusa")
+    check(model, strategy("medusa", **FEW["medusa"]), inputs=prompt(), max_new_tokens=8)
+    records = [one.code for one in memory(model)["graphs"].graphs.values()]
+    for record in records:
+        assert isinstance(record, Captured)
+        logits, hidden, *others = record._results
+        assert logits.shape[-1] == 61 and hidden.shape[-1] == model.config.hidden_size
+        assert not logits.untyped_storage().nbytes() and not hidden.untyped_storage().nbytes()
+        assert all(one.numel() for one in others)
+    assert records
+
+
 def test_where_there_are_no_graphs(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh()
     with pytest.raises(ValueError, match="this backend compiles nothing and has no options"):
