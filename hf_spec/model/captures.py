@@ -141,9 +141,10 @@ def check_recording(device: torch.device, options: dict[str, Any]) -> None:
         )
 
 
-def take_turns(device: torch.device) -> None:
+def take_turns(device: torch.device, *taken: Tensor) -> None:
     """Let what this thread's stream runs next wait for the stream that has used shared memory last,
-    if that is another one."""
+    if that is another one. Nobody else gets the memory of tensors that are ``taken`` over, however
+    a call ends, before this stream is done with them, though they may come from another one."""
     if device.type != "cuda":
         return
     stream = torch.cuda.current_stream(device)
@@ -152,6 +153,8 @@ def take_turns(device: torch.device) -> None:
         if last is not None and last != stream:
             stream.wait_stream(last)
         _STREAMS[device] = stream
+    for one in taken:
+        one.record_stream(stream)
 
 
 class Captured:

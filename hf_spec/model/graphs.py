@@ -266,7 +266,7 @@ class Graphs:
         with _COMPILING:
             for index, one in enumerate(self._kept.spare):
                 if (tuple(one.shape), one.dtype, one.device) == (shape, dtype, device):
-                    take_turns(device)
+                    take_turns(device, one)
                     return self._kept.spare.pop(index)
         return zeros(shape, dtype, device)
 

@@ -429,6 +429,19 @@ def test_logits_are_not_kept(shallow: Tiny) -> None:
     assert records
 
 
+def test_buffers_of_earlier_calls_are_taken_over(
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turns with the stream that has used them, and with a note of the one that does now."""
+    taken: list[Any] = []
+    monkeypatch.setattr("hf_spec.model.graphs.take_turns", lambda _, *some: taken.append(some))
+    graphs, buffer = Graphs(fresh(), RECORDED["compile_config"], "a test"), torch.zeros(2, 3)
+    graphs.spare([buffer])
+    assert graphs.allocate((2, 3), buffer.dtype, buffer.device) is buffer
+    assert graphs.allocate((2, 3), buffer.dtype, buffer.device) is not buffer
+    assert [[*map(id, some)] for some in taken] == [[], [id(buffer)]]
+
+
 def test_where_there_are_no_graphs(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh()
     with pytest.raises(ValueError, match="this backend compiles nothing and has no options"):
