@@ -7,7 +7,6 @@ and all that changes from run to run must be among its inputs.
 
 import gc
 import logging
-import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -19,12 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from hf_spec.core.memory import RUNNING
+
 #: The backend, by the name that ``torch.compile`` has for it, that records and compiles nothing.
 CUDA_GRAPHS = "cudagraphs"
-#: Held while code is launched that shares memory with all other code, until its results are copied,
-#: also where a function is recorded, and where random numbers are drawn: PyTorch 2.11 draws none,
-#: and replays no graph, in other threads while one captures.
-RUNNING = threading.RLock()
 #: The stream of each device that has used such memory last.
 _STREAMS: dict[torch.device, Any] = {}
 #: Operations that copy between devices; others take numbers of the host by value.

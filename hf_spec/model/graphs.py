@@ -32,11 +32,10 @@ from transformers import CompileConfig
 
 from hf_spec.cache.attention import zeros
 from hf_spec.core.checks import first_line
-from hf_spec.core.memory import memory
+from hf_spec.core.memory import RUNNING, memory
 from hf_spec.model.captures import (
     CUDA_GRAPHS,
     RECORDERS,
-    RUNNING,
     Captured,
     Recorder,
     Watch,
