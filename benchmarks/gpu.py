@@ -200,7 +200,8 @@ def measure(
                 cell = Cell(*message["begins"])
             elif cell is None:
                 raise SystemExit(f"cannot measure: {message['found']['error']}")
-            else:
+            elif not results["rows"] or results["rows"][-1]["cell"] != cell:
+                # Else the process has failed while it ended, which says nothing of its last row.
                 results["rows"].append({"cell": cell, **message["found"]})
                 write_json(args.output, results)
                 print(f"{args.minutes * 60 - ends + time.monotonic():4.0f} s ", title(cell),

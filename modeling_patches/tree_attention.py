@@ -65,7 +65,7 @@ def _added(scores, values, most, total, acc, PRECISION: tl.constexpr):
     return now, total * before + tl.sum(weights, 1), acc
 
 
-@triton.jit(do_not_specialize=["slots", "nodes", "words", "splits"])
+@triton.jit(do_not_specialize=["slots", "nodes", "words", "splits", "mask_batch", "mask_node"])
 def _split(
     q, k, v, mask, sinks, parts, out, slots, nodes, words, splits, kv_heads, scale, cap,
     q_batch, q_head, q_node, k_batch, k_head, k_slot, v_batch, v_head, v_slot,

@@ -12,6 +12,10 @@ from typing import Any, ParamSpec, TypeVar
 T = TypeVar("T")
 P = ParamSpec("P")
 
+#: Held while code is launched that shares memory with all other code, until its results are copied,
+#: also where a function is recorded, and where the default generator draws random numbers: PyTorch
+#: 2.11 draws none, and replays no graph, in other threads while one captures.
+RUNNING = threading.RLock()
 _LOCK = threading.RLock()
 _MEMORIES: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 #: Key of what was learned from decoding.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_spec.core.memory import RUNNING
 from hf_spec.core.tree import Tree
 
 #: ``scores(nodes, active, depth)``: processed target scores (batch, vocab) at one node per row;
@@ -239,7 +240,8 @@ def rejection(tree: Tree, scores: ScoreFn, active: Tensor, early_exit: bool = Fa
                 break
             node = children.int().argmax(-1)
             x, q = tokens[rows, node][:, None], draft[rows, node].to(p.dtype)
-            u = torch.rand(len(rows), device=p.device, dtype=p.dtype)
+            with RUNNING:
+                u = torch.rand(len(rows), device=p.device, dtype=p.dtype)
             accept = considered & (u * q.gather(1, x)[:, 0] < p.gather(1, x)[:, 0])
             residual = (p - q).clamp(min=0)
             total = residual.sum(-1, keepdim=True)
@@ -303,7 +305,8 @@ def sample(p: Tensor, noise: Tensor | None = None) -> Tensor:
         ``(batch,)`` int64; -1 where probabilities are not finite.
     """
     if noise is None:
-        noise = torch.empty_like(p).exponential_()
+        with RUNNING:
+            noise = torch.empty_like(p).exponential_()
     largest, tokens = (p / noise).max(-1)  # NaN, if there is any
     return torch.where(largest.isnan(), -1, tokens)
 

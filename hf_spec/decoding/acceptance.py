@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 
 from hf_spec.core import verify
 from hf_spec.core.buckets import bucket
+from hf_spec.core.memory import RUNNING
 from hf_spec.core.transfer import is_async, to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
@@ -137,10 +138,11 @@ class Acceptance:
             scores = self.scorer.everywhere(tree, logits, shown)
             return verify.typical(tree, scores, select, active, *limits)
 
-        drawn = [
-            torch.empty(tree.batch_size, width, device=device).exponential_()
-            for width, device in [self._drawn_for] * self.do_sample
-        ]
+        with RUNNING:
+            drawn = [
+                torch.empty(tree.batch_size, width, device=device).exponential_()
+                for width, device in [self._drawn_for] * self.do_sample
+            ]
         key = "typical", key, limits, self.do_sample
         return VerifyProgram(key, accept, [*context, *drawn])
 

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_spec.core.memory import RUNNING
 from hf_spec.core.transfer import to_device
 from hf_spec.core.verify import sample
-from hf_spec.model.captures import RUNNING
 from modeling_patches.ranks import random_state, set_random_state
 
 #: How far a drafter's logits are trusted where tokens are sampled, see :func:`as_sampled`
@@ -69,7 +69,8 @@ class SamplingNoise:
         self.temperature = temperature
         self._generators: list[torch.Generator | None] = [None]
         if seeds is None and batch_size > 1:
-            seeds = torch.randint(2**48, (batch_size,), device=device).tolist()
+            with RUNNING:
+                seeds = torch.randint(2**48, (batch_size,), device=device).tolist()
         if seeds is not None:
             self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         #: Of each sequence, E of the next tokens as far as they are drawn, ``(vocab,)`` each.

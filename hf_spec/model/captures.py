@@ -7,7 +7,6 @@ and all that changes from run to run must be among its inputs.
 
 import gc
 import logging
-import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -19,12 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from hf_spec.core.memory import RUNNING
+
 #: The backend, by the name that ``torch.compile`` has for it, that records and compiles nothing.
 CUDA_GRAPHS = "cudagraphs"
-#: Held while code is launched that shares memory with all other code, until its results are copied,
-#: also where a function is recorded, and where random numbers are drawn: PyTorch 2.11 draws none,
-#: and replays no graph, in other threads while one captures.
-RUNNING = threading.RLock()
 #: The stream of each device that has used such memory last.
 _STREAMS: dict[torch.device, Any] = {}
 #: Operations that copy between devices; others take numbers of the host by value.
@@ -141,9 +138,10 @@ def check_recording(device: torch.device, options: dict[str, Any]) -> None:
         )
 
 
-def take_turns(device: torch.device) -> None:
+def take_turns(device: torch.device, *taken: Tensor) -> None:
     """Let what this thread's stream runs next wait for the stream that has used shared memory last,
-    if that is another one."""
+    if that is another one. Nobody else gets the memory of tensors that are ``taken`` over, however
+    a call ends, before this stream is done with them, though they may come from another one."""
     if device.type != "cuda":
         return
     stream = torch.cuda.current_stream(device)
@@ -152,6 +150,8 @@ def take_turns(device: torch.device) -> None:
         if last is not None and last != stream:
             stream.wait_stream(last)
         _STREAMS[device] = stream
+    for one in taken:
+        one.record_stream(stream)
 
 
 class Captured:
@@ -186,6 +186,12 @@ class Captured:
                 torch._foreach_copy_(tensors, [inputs[at] for at in places])
         self._replay()
         return self._results
+
+    def drop_all_but(self, left: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
+        """Free the memory of results of which this leaves nothing, for what other records do: what
+        a run writes there is read by nobody. As large as logits, they would fill a GPU."""
+        pairs = zip(left(self._results), self._results, strict=True)
+        self._results = tuple(all_of if part.numel() else part.clone() for part, all_of in pairs)
 
     @property
     def is_valid(self) -> bool:

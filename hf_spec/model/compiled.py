@@ -147,7 +147,7 @@ class _Step:
         static = len(cache.states.members) + (0 if after is None else len(after.buffers))
         found = graphs.run(
             key, self._function, inputs, self._eager, self._cut, static,
-            None if after is None else self._left,
+            None if verify is None else self._left,
         )  # fmt: skip
         return self._output(*found)
 
@@ -215,9 +215,12 @@ class _Step:
         return [logits[:, :count], *rest]
 
     def _left(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The results without what is needed no more."""
-        count = 1 + self.has_hidden
-        return [*(one[:, :0] for one in tensors[:count]), *tensors[count:]]
+        """The results without what is needed no more: logits where they have been verified, and
+        states where the drafter has read them."""
+        logits, *rest = self._cut(tensors)
+        if self.has_hidden and self.after is not None:
+            rest[0] = rest[0][:, :0]
+        return [logits[:, :0], *rest]
 
     def _output(self, logits: Tensor, *found: Tensor) -> Output:
         cache, rest = self.target.cache, list(found)

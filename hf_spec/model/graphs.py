@@ -8,7 +8,9 @@ model's tensors are checked once per call.
 
 On CUDA the kernels that the function launches, or its compiled code, are recorded
 (:mod:`.captures`), for these places in memory. Before anything is used, its results are compared
-with the function's.
+with the function's. Where rounding makes another choice, such as of one of two experts that are
+equally likely, they differ as those of wrong code do; so code that differs is made again in later
+steps, and refused if it differs again (:data:`TRIES`).
 """
 
 from __future__ import annotations
@@ -30,11 +32,10 @@ from transformers import CompileConfig
 
 from hf_spec.cache.attention import zeros
 from hf_spec.core.checks import first_line
-from hf_spec.core.memory import memory
+from hf_spec.core.memory import RUNNING, memory
 from hf_spec.model.captures import (
     CUDA_GRAPHS,
     RECORDERS,
-    RUNNING,
     Captured,
     Recorder,
     Watch,
@@ -56,6 +57,9 @@ logger = logging.getLogger(__name__)
 MOST = 128
 #: Bytes of cache buffers that are kept for a model, where graphs are for places in memory.
 SPARE = 2**30
+#: How much more often than not code must differ from the function to be refused. Once it has
+#: differed, it must agree once more for each time that it has.
+TRIES = 3
 #: Largest number of elements of a constant in compiled code, such as slopes and scales.
 SMALL = 256
 
@@ -79,11 +83,18 @@ class _Kept:
 
     def __init__(self) -> None:
         self.graphs: dict[Hashable, Graph] = {}
-        self.compiled: dict[Hashable, Graph] = {}  # of which records are made
+        self.compiled: dict[Hashable, Graph] = {}  # checked or not; of which records are made
         self.refused: set[Hashable] = set()
+        self.doubts: Counter[Hashable] = Counter()  # how much more often than not code has differed
         self.warned: set[str] = set()
         self.spare: list[Tensor] = []
         self.recorder: Recorder | None = None
+
+    def is_right(self, shapes: Hashable, agrees: bool) -> bool:
+        """Whether code for these can be used, now that it has been checked once more."""
+        doubts = self.doubts[shapes]
+        self.doubts[shapes] = max(doubts - 1, 0) if agrees else doubts + 1
+        return agrees and not doubts
 
     def trim(self) -> None:
         """Drop what was recorded for memory that has been freed, and all but what ran last."""
@@ -183,7 +194,7 @@ class Graphs:
         with _COMPILING:
             if self.get(name, inputs, static) is not None:  # another thread was faster
                 return expected
-            began = time.monotonic()
+            began, graph, shapes = time.monotonic(), None, self._shapes(name, inputs)
             try:
                 graph = self._make(name, function, inputs, static)
                 found = self._call(graph, inputs, cut)[: len(expected)]
@@ -191,20 +202,23 @@ class Graphs:
             except torch.OutOfMemoryError as error:
                 if not self.records:
                     raise
-                problem = f"it does not fit into memory ({first_line(error)})"
+                problem, graph = f"it does not fit into memory ({first_line(error)})", None
             except Exception as error:  # a model, tracer or compiler may raise anything
                 logger.debug("compiling %s", name, exc_info=True)
-                problem = f"{type(error).__name__}: {first_line(error)}"
+                problem, graph = f"{type(error).__name__}: {first_line(error)}", None
             self.counts["made"] += 1
             logger.info("compiled code no. %d, %.0f s", self.made, time.monotonic() - began)
             if self.tell is not None:
                 self.tell(self.made)
-            if problem is None:
+            if graph is not None and kept.is_right(shapes, problem is None):
+                if left is not None and isinstance(graph.code, Captured):
+                    graph.code.drop_all_but(left)
                 kept.graphs[self._key(name, inputs, static)] = graph
                 kept.trim()
-            else:
+            elif graph is None or kept.doubts[shapes] == TRIES:
+                assert problem is not None
                 kept.refused.add((self._kind, name))
-                kept.compiled.pop(self._shapes(name, inputs), None)
+                kept.compiled.pop(shapes, None)
                 self._warn(problem)
         return plain()  # overwrites what the check has written
 
@@ -251,7 +265,7 @@ class Graphs:
         with _COMPILING:
             for index, one in enumerate(self._kept.spare):
                 if (tuple(one.shape), one.dtype, one.device) == (shape, dtype, device):
-                    take_turns(device)
+                    take_turns(device, one)
                     return self._kept.spare.pop(index)
         return zeros(shape, dtype, device)
 
@@ -306,14 +320,14 @@ class Graphs:
         self, name: Hashable, function: Function, inputs: Sequence[Tensor], static: int
     ) -> Graph:
         """Compiled code, a record, or a record of compiled code."""
-        if not self.records:
-            return self._compile(function, inputs)
         kept, key = self._kept, self._shapes(name, inputs)
         made = kept.compiled.get(key)
         if made is None or not made.baked <= self._places.items():
             made = (self._compile if self.compiles else self._watched)(function, inputs)
         if self.compiles:
             kept.compiled[key] = made
+        if not self.records:
+            return made
         if kept.recorder is None:
             kept.recorder = RECORDERS[self._device.type](self._device)
         with capturing():

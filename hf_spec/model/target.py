@@ -52,9 +52,9 @@ class Output(NamedTuple):
         hidden: ``(batch, nodes, features)`` hidden states of the forwarded nodes, those of probes
             last; None if none are read.
         result: the step's result if its :class:`VerifyProgram` was compiled, too; the accepted
-            nodes are then in the first slots after each row's tokens.
+            nodes are then in the first slots after each row's tokens, and there are no logits.
         drafted: what the step's :class:`DraftProgram` has found, if the same code ran it; there are
-            then no logits and hidden states.
+            then no hidden states either.
     """
 
     tree: Tree

@@ -64,6 +64,7 @@ def test_every_part_runs(
     [
         ("time.sleep(60)", "took longer than 1 seconds"), ("sys.exit(7)", "ended with 7"),
         ("print(json.dumps({'found': {'ms': 2.0}}))", None),
+        ("print(json.dumps({'found': {'ms': 2.0}}), flush=True); sys.exit(7)", None),
     ],
 )  # fmt: skip
 def test_a_row_that_hangs_or_ends_the_process(

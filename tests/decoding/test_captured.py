@@ -415,6 +415,33 @@ def test_records_go(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {"add", "c", "d"}
 
 
+def test_logits_are_not_kept(shallow: Tiny) -> None:
+    """A record's results stay in memory: once it is checked, without those that no step reads."""
+    model = adapt(shallow(), "medusa")
+    check(model, strategy("medusa", **FEW["medusa"]), inputs=prompt(), max_new_tokens=8)
+    records = [one.code for one in memory(model)["graphs"].graphs.values()]
+    for record in records:
+        assert isinstance(record, Captured)
+        logits, hidden, *others = record._results
+        assert logits.shape[-1] == 61 and hidden.shape[-1] == model.config.hidden_size
+        assert not logits.untyped_storage().nbytes() and not hidden.untyped_storage().nbytes()
+        assert all(one.numel() for one in others)
+    assert records
+
+
+def test_buffers_of_earlier_calls_are_taken_over(
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turns with the stream that has used them, and with a note of the one that does now."""
+    taken: list[Any] = []
+    monkeypatch.setattr("hf_spec.model.graphs.take_turns", lambda _, *some: taken.append(some))
+    graphs, buffer = Graphs(fresh(), RECORDED["compile_config"], "a test"), torch.zeros(2, 3)
+    graphs.spare([buffer])
+    assert graphs.allocate((2, 3), buffer.dtype, buffer.device) is buffer
+    assert graphs.allocate((2, 3), buffer.dtype, buffer.device) is not buffer
+    assert [[*map(id, some)] for some in taken] == [[], [id(buffer)]]
+
+
 def test_where_there_are_no_graphs(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh()
     with pytest.raises(ValueError, match="this backend compiles nothing and has no options"):

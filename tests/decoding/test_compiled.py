@@ -28,7 +28,7 @@ from hf_spec.decoding.compiling import STATIC
 from hf_spec.drafting import growth
 from hf_spec.methods.registry import methods
 from hf_spec.model import captures
-from hf_spec.model.graphs import Graphs
+from hf_spec.model.graphs import TRIES, Graphs
 from hf_spec.policy import plans
 from modeling_patches.cache_name import CACHE
 
@@ -198,13 +198,47 @@ def test_rounding_is_that_of_the_inputs(dtype: torch.dtype, fresh: Any) -> None:
     """Probabilities in float32 from states in bfloat16 are no more exact than these."""
     model = fresh()
     graphs, states = Graphs(model, CAPTURED["compile_config"], "a test"), torch.ones(3, dtype=dtype)
-    for scale in (1.02, 1.06):
+
+    def run(name: Any, scale: float) -> None:
         near = states.float() * scale
-        graphs.run(scale, lambda x: (x.float(),), [states], lambda near=near: (near,), tuple)
+        graphs.run(name, lambda x: (x.float(),), [states], lambda: (near,), tuple)
+
+    for scale in (1.02, 1.06):
+        for _ in range(TRIES):
+            run(scale, scale)
         assert (graphs.get(scale, [states]) is None) == (dtype == torch.float32)
     assert bool(graphs.details()["refused"]) == (dtype == torch.float32)
-    graphs.run("far", lambda x: (x.float(),), [states], lambda: (states.float() * 1.2,), tuple)
+    for _ in range(TRIES):
+        run("far", 1.2)
     assert graphs.details()["refused"] and graphs.get("far", [states]) is None
+
+
+@pytest.mark.parametrize(
+    ("checks", "used"),
+    [
+        ([True], True), ([False, True, True], True), ([False, True, False, True, True], True),
+        ([False] * TRIES, False), ([False, True, *[False] * TRIES], False),
+    ],
+)  # fmt: skip
+def test_code_that_differs_once(checks: list[bool], used: bool, fresh: Any) -> None:
+    """As where rounding chooses another expert: it is checked again until it has agreed once more
+    than it has differed, and refused where it mostly differs. It is compiled once."""
+    graphs = Graphs(fresh(), CAPTURED["compile_config"], "a test")
+    x, compiled_times = torch.ones(3), 0
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        nonlocal compiled_times
+        compiled_times += 1
+        return (x + 1,)
+
+    for number, agrees in enumerate(checks):
+        assert graphs.made == number and graphs.get("a", [x]) is None
+        want = x + 1 if agrees else x + 2
+        [found] = graphs.run("a", function, [x], lambda want=want: (want,), tuple)
+        assert torch.equal(found, want)
+    assert (graphs.get("a", [x]) is not None) == used != bool(graphs.details()["refused"])
+    graphs.run("a", function, [x], lambda: (x + 1,), tuple)
+    assert graphs.made == len(checks) and compiled_times == 1
 
 
 @pytest.mark.parametrize("given", ["in options", "in the environment"])

@@ -6,11 +6,15 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from conftest import Tiny, prompt, ragged
 from recurrent_models import shared_recurrent
 from running import fingerprint, needed
 
+from hf_spec.core import verify
+from hf_spec.core.memory import RUNNING
+from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.methods.registry import methods
 
 THREADS = 4
@@ -71,3 +75,20 @@ def check_threads(model: Any, kinds: list[dict[str, Any]]) -> None:
     assert wrong == [[]] * THREADS
     assert fingerprint(model) == before and model.config.to_json_string() == config
     assert [model.generate(**given, **GREEDY).tolist() for given in inputs] == plain
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: verify.sample(torch.ones(1, 5)), lambda: SamplingNoise(2, torch.device("cpu"))],
+    ids=["a token", "seeds"],
+)
+def test_nothing_is_drawn_while_another_thread_records(draw: Any) -> None:
+    """By the default generator, for which a capture on a GPU notes what it draws."""
+    with RUNNING:
+        before = torch.get_rng_state()
+        thread = threading.Thread(target=draw)
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive() and torch.equal(torch.get_rng_state(), before)
+    thread.join()
+    assert not torch.equal(torch.get_rng_state(), before)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_spec.model.captures import Captured, CudaGraphs
+from hf_spec.model import captures
+from hf_spec.model.captures import Captured, CudaGraphs, take_turns
 
 
 class Stream(SimpleNamespace):
@@ -171,3 +172,20 @@ def test_what_a_capture_leaves_that_cuda_has_ended(cuda: Cuda) -> None:
     assert cuda.log[3:] == [f"its own on {graphs.stream.name}", "captured"]
     recorded(graphs)
     assert graphs.pool == pool and kept is not None
+
+
+def test_streams_that_share_memory(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the one before it, and memory that it has taken over is not freed meanwhile
+    for the stream that it comes from."""
+    monkeypatch.setattr(captures, "_STREAMS", {})
+    done, device = list[tuple[str, str]](), torch.device("cuda", 0)
+
+    class Waiting(Stream):
+        def wait_stream(self, other: Any) -> None:
+            done.append((self.name, f"waits for {other.name}"))
+
+    buffer: Any = SimpleNamespace(record_stream=lambda stream: done.append((stream.name, "uses")))
+    for name in ("one", "one", "two", "one"):
+        with cuda.stream(Waiting(name=name)):
+            take_turns(device, *[buffer] * (name == "two"))
+    assert done == [("two", "waits for one"), ("two", "uses"), ("one", "waits for two")]

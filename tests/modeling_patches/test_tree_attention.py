@@ -150,7 +150,8 @@ def test_tiles_fit(rows: int, dim: int, value_dim: int, itemsize: int, shared: i
     assert cut.rows in (16, 32, 64, 128) and 64 % cut.slots == 0 and cut.resident >= 132
 
 
-#: Compiles both kernels for a GPU of the H100's kind, or AMD's, as a launch would.
+#: Compiles both kernels for a GPU of NVIDIA's of some compute capability, or AMD's, as a launch
+#: would.
 COMPILE = """
 import sys, triton
 from triton.backends.compiler import GPUTarget
@@ -158,8 +159,8 @@ from triton.compiler import ASTSource
 from modeling_patches import tree_attention as kernel
 
 kind, number, heads, dim, value_dim, capped, merged = eval(sys.argv[1])
-target = GPUTarget("cuda", 90, 32) if kind == "cuda" else GPUTarget("hip", "gfx942", 64)
-shared = 227 * 2**10 if kind == "cuda" else 2**16
+target = GPUTarget("cuda", kind, 32) if kind else GPUTarget("hip", "gfx942", 64)
+shared = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99, 0: 64}[kind] * 2**10
 itemsize = 4 if number == "fp32" else 2
 padded, value_padded = kernel._padded(dim), kernel._padded(value_dim)
 cut = kernel.tiling(64, padded, value_padded, itemsize, 132, shared)
@@ -186,10 +187,14 @@ def seconds_more(*case: Any) -> Any:
 @pytest.mark.parametrize(
     "case",
     [
-        ("cuda", "bf16", 4, 64, 64, False, True),
-        seconds_more("cuda", "bf16", 4, 128, 128, False, True),
-        seconds_more("cuda", "fp32", 1, 192, 128, True, False),
-        seconds_more("hip", "fp16", 4, 128, 128, False, True),
+        (90, "bf16", 4, 64, 64, False, True),
+        seconds_more(80, "bf16", 4, 128, 128, False, True),
+        seconds_more(90, "fp32", 1, 192, 128, True, False),
+        seconds_more(90, "bf16", 4, 256, 256, True, True),
+        seconds_more(86, "bf16", 8, 512, 512, False, True),
+        seconds_more(100, "bf16", 4, 80, 80, False, True),
+        seconds_more(120, "fp16", 2, 256, 256, True, True),
+        seconds_more(0, "fp16", 4, 128, 128, False, True),
     ],
     ids=str,
 )
