@@ -129,16 +129,13 @@ def _answered(
         if not chosen:
             own = output / OWN_PROMPTS
             if main and not folder.begun:
-                with common.progress_bar("writing prompts") as progress:
-                    count, size, seed = settings.limit, settings.batch_size, settings.seed
-                    write_own_prompts(loaded, tokenizer, own, count, size, seed, progress)
+                count, size, seed = settings.limit, settings.batch_size, settings.seed
+                write_own_prompts(loaded, tokenizer, own, count, size, seed)
             state.wait_for_everyone()
             chosen, _ = work.read_sources([own])
-        silent = nullcontext(lambda done, total, note: None)
-        with common.progress_bar("answering") if main else silent as progress:
-            made: dict[str, Any] = work.distill(
-                loaded, tokenizer, chosen, folder, settings, contender, state, progress
-            )
+        made: dict[str, Any] = work.distill(
+            loaded, tokenizer, chosen, folder, settings, contender, state
+        )
     return made
 
 

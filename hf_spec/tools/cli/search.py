@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from typer import Option, echo
 
 from hf_spec.tools.cli import options as opt
-from hf_spec.tools.cli.common import check_writable, explained_interrupt, progress_bar, require
+from hf_spec.tools.cli.common import check_writable, explained_interrupt, require
 from hf_spec.tools.loading import NATIVE, load_model
 
 
@@ -57,14 +57,8 @@ def search(
     loaded, tokenizer = load_model(model, dtype, device)
     with writing(output), explained_interrupt("the same command continues the search"):
         work = LayerSearch(loaded, tokenizer, chosen, output, settings)
-        with progress_bar("search") as update:
-
-            def progress(done: int, total: int, best: Any) -> None:
-                update(done, total, note=f"best {best.value:.1f} tokens/s" if best else "")
-
-            work.search(trials, progress)
-        with progress_bar("measuring the best") as update:
-            choice, finalists, bench = work.confirm(others or chosen, update)
+        work.search(trials)
+        choice, finalists, bench = work.confirm(others or chosen)
     row = _write(output, model, prompts, work, choice, finalists, bench, len(others))
     echo(
         f"skips attention {choice['skip_attention']} and MLP {choice['skip_mlp']}: "

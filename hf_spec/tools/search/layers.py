@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from hf_spec.tools.bench.prompts import Prompt, encode_prompts
 from hf_spec.tools.bench.results import BenchResult
 from hf_spec.tools.bench.runner import run
 from hf_spec.tools.bench.session import Session
+from hf_spec.tools.progress import progress_bar
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.modules import num_layers
 
@@ -131,16 +132,17 @@ class LayerSearch:
             for kind, layers in self.sublayers.items()
         }
 
-    def search(self, trials: int, progress: Callable[[int, int, Any], None]) -> None:
-        """Run trials until there are ``trials`` finished ones, those of earlier runs included;
-        ``progress(finished, trials, best)`` is called with the best trial so far, or None."""
-
-        def report(*_: Any) -> None:
-            progress(self.finished, trials, next(iter(self.ranked(1)), None))
-
-        report()
+    def search(self, trials: int) -> None:
+        """Run trials until there are ``trials`` finished ones, those of earlier runs included."""
         options = {"do_sample": False, "max_new_tokens": self.settings.max_new_tokens}
-        with Session.open(self.model, self.tokenizer, options, []) as session:
+        opened = Session.open(self.model, self.tokenizer, options, [])
+        with opened as session, progress_bar("search") as progress:
+
+            def report(*_: Any) -> None:
+                best = [f"best {trial.value:.1f} tokens/s" for trial in self.ranked(1)]
+                progress(self.finished, trials, note="".join(best))
+
+            report()
             self.study.optimize(
                 lambda trial: self._trial(session, trial),
                 n_trials=max(trials - self.finished, 0), callbacks=[report],
@@ -178,7 +180,7 @@ class LayerSearch:
         return list(distinct.values())[:count]
 
     def confirm(
-        self, prompts: Sequence[Prompt], progress: Callable[[int, int], None]
+        self, prompts: Sequence[Prompt]
     ) -> tuple[Choice, list[dict[str, Any]], BenchResult]:
         """Measure the best trials in turns with plain decoding, on prompts that they did not see if
         there are any, then the best of them once more.
@@ -189,7 +191,7 @@ class LayerSearch:
         """
         best = self.ranked(FINALISTS)
         names = {f"{STRATEGY}:{trial.number}": self.choice(trial.params) for trial in best}
-        first = self._measure(prompts, names, progress)
+        first = self._measure(prompts, names)
         entries = [
             {
                 "trial": trial.number, **choice, "tokens_per_second": trial.value,
@@ -198,16 +200,13 @@ class LayerSearch:
             for trial, (name, choice) in zip(best, names.items())
         ]  # fmt: skip
         choice = names[max(names, key=lambda name: first.overall(name)["speedup"])]
-        return choice, entries, self._measure(prompts, {STRATEGY: choice}, progress)
+        return choice, entries, self._measure(prompts, {STRATEGY: choice})
 
-    def _measure(
-        self, prompts: Sequence[Prompt], choices: dict[str, Choice],
-        progress: Callable[[int, int], None],
-    ) -> BenchResult:  # fmt: skip
+    def _measure(self, prompts: Sequence[Prompt], choices: dict[str, Choice]) -> BenchResult:
         lineup = [self.contender(choice, name) for name, choice in choices.items()]
         result = run(
             self.model, self.tokenizer, prompts, lineup,
-            max_new_tokens=self.settings.max_new_tokens, progress=progress,
+            max_new_tokens=self.settings.max_new_tokens, title="measuring the best",
         )  # fmt: skip
         if result.interrupted:
             raise KeyboardInterrupt

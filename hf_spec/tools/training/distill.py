@@ -29,6 +29,7 @@ from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
 from hf_spec.tools.bench.session import Session
 from hf_spec.tools.data import Prompt, read
 from hf_spec.tools.loading import chosen_device
+from hf_spec.tools.progress import progress_bar
 from hf_spec.tools.training.dataset import ANSWERS, PROVENANCE
 
 if TYPE_CHECKING:
@@ -174,7 +175,6 @@ def processes(device: str | None) -> PartialState:
 def distill(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], folder: AnswerFolder,
     settings: Settings, contender: Contender | None, state: PartialState,
-    progress: Callable[..., Any] = lambda done, total, note: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Generate the answers that the folder lacks, finish it, and return its provenance, of which
     ``measured`` is of this run. Every process calls this; the main process writes.
@@ -183,8 +183,6 @@ def distill(
         model: in evaluation mode, on its device, with the adapter of ``contender`` loaded.
         folder: locked by the main process.
         contender: the strategy that ``settings`` names; None for the one that fits the model.
-        progress: called as ``progress(done, total, note=...)`` with numbers of batches and the
-            tokens per second so far.
     """
     token_ids, truncated = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
     facts = _facts(model, tokenizer, settings)
@@ -206,7 +204,7 @@ def distill(
         if state.is_main_process:
             folder.begin(facts)
         state.wait_for_everyone()
-        lengths, measured = _answer_all(answer, everything, folder, state, progress)
+        lengths, measured = _answer_all(answer, everything, folder, state)
     environment = environment_of(model, settings.model, None)
     for name in ("model", "prompts", "prompts_sha256", "argv"):  # known, or of this machine
         del environment[name]
@@ -225,7 +223,7 @@ def distill(
 
 def _answer_all(
     answer: Callable[[int, list[int]], Answered], everything: Sequence[list[int]],
-    folder: AnswerFolder, state: PartialState, progress: Callable[..., Any],
+    folder: AnswerFolder, state: PartialState,
 ) -> tuple[dict[int, int], dict[str, float]]:  # fmt: skip
     """Fill the folder with the batches that it lacks, which processes share; returns the number of
     tokens of each answer by the index of its prompt, and what was measured."""
@@ -234,19 +232,20 @@ def _answer_all(
     tokens, steps, seconds, lengths = 0, 0, 0.0, folder.lengths()
     work = [(i, batch) for i, batch in enumerate(everything) if not lengths.keys() >= {*batch}]
     state.wait_for_everyone()
-    for start in range(0, len(work), state.num_processes):
-        done = len(everything) - len(work) + start
-        speed = f"{state.num_processes * tokens / seconds:,.0f} tokens/s" if tokens else ""
-        progress(done, len(everything), note=speed)
-        own = work[start : start + state.num_processes][state.process_index :][:1]
-        for spent, taken, rows in gather_object([answer(*one) for one in own]):
-            seconds, steps = seconds + spent, steps + taken
-            tokens += sum(len(row["answer_ids"]) for row in rows)
-            new = [row for row in rows if row["index"] not in lengths]
-            lengths |= {row["index"]: len(row["answer_ids"]) for row in new}
-            if state.is_main_process:
-                folder.add(new)
-    progress(len(everything), len(everything), note="")
+    with progress_bar("answering", state.is_main_process) as progress:
+        for start in range(0, len(work), state.num_processes):
+            done = len(everything) - len(work) + start
+            speed = f"{state.num_processes * tokens / seconds:,.0f} tokens/s" if tokens else ""
+            progress(done, len(everything), note=speed)
+            own = work[start : start + state.num_processes][state.process_index :][:1]
+            for spent, taken, rows in gather_object([answer(*one) for one in own]):
+                seconds, steps = seconds + spent, steps + taken
+                tokens += sum(len(row["answer_ids"]) for row in rows)
+                new = [row for row in rows if row["index"] not in lengths]
+                lengths |= {row["index"]: len(row["answer_ids"]) for row in new}
+                if state.is_main_process:
+                    folder.add(new)
+        progress(len(everything), len(everything))
     return lengths, {
         "answer_tokens": tokens, "seconds": seconds,
         "tokens_per_second": tokens / max(seconds, 1e-9), "tau": tokens / max(steps, 1),
