@@ -26,7 +26,7 @@ pytest.importorskip("optuna")
 pytest.importorskip("scipy")
 
 from hf_spec.tools.search import layers
-from hf_spec.tools.search.layers import LayerSearch, Settings, skippable, starting_points
+from hf_spec.tools.search.layers import LayerSearch, skippable, starting_points
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_finds_what_is_planted(planted, ticking, tmp_path, monkeypatch):
     """Starting points skip other sublayers; only the planted ones cost nothing to leave out."""
-    work = LayerSearch(*planted, PROMPTS, tmp_path, Settings(10, 4))
+    work = LayerSearch(*planted, PROMPTS, tmp_path, max_new_tokens=10, max_draft=4)
     told: list[tuple[int, int]] = []
     bar = nullcontext(lambda done, total, note: told.append((done, total)))
     monkeypatch.setattr(layers, "progress_bar", lambda title: bar)
@@ -211,4 +211,4 @@ def test_starting_points_are_choices_of_the_model(planted, tmp_path):
     small = starting_points({"skip_attention": [0], "skip_mlp": []})
     assert all(any(one.values()) for one in small)
     with pytest.raises(ValueError, match="nothing to search on: no prompts"):
-        LayerSearch(*planted, [], tmp_path, Settings())
+        LayerSearch(*planted, [], tmp_path)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +41,6 @@ TRIAL_OPTIONS: dict[str, Any] = {"draft_exit": "adaptive", "drafting": "always"}
 
 #: Layers whose attention and whose MLP are skipped, by the names of the strategy's options.
 Choice = dict[str, list[int]]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a search optimizes; a study can only be continued with the same settings."""
-
-    max_new_tokens: int = 64
-    max_draft: int = 12  # K, most tokens drafted per step
-    seed: int = 0
 
 
 def skippable(model: Any) -> Choice:
@@ -93,21 +83,27 @@ def starting_points(sublayers: Choice) -> list[Choice]:
 
 class LayerSearch:
     """A search on a model with development prompts, whose study is in an existing folder: it can be
-    interrupted and continued, with the same settings."""
+    interrupted and continued, with the same settings.
+
+    Args:
+        max_draft: K, most tokens drafted per step.
+    """
 
     def __init__(
-        self, model: Any, tokenizer: Any, prompts: Sequence[Prompt], folder: Path,
-        settings: Settings,
+        self, model: Any, tokenizer: Any, prompts: Sequence[Prompt], folder: Path, *,
+        max_new_tokens: int = 64, max_draft: int = 12, seed: int = 0,
     ):  # fmt: skip
         if not prompts:
             raise ValueError("nothing to search on: no prompts")
-        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.model, self.tokenizer = model, tokenizer
+        self.max_new_tokens, self.max_draft = max_new_tokens, max_draft
         self.sublayers = skippable(model)
-        self.ids, _ = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
-        self.study = open_study(folder, settings.seed)
+        self.ids, _ = encode_prompts(model, tokenizer, prompts, max_new_tokens)
+        self.study = open_study(folder, seed)
         texts = json.dumps([prompt.full_text for prompt in prompts])
         identity = {
-            **asdict(settings), "model_fingerprint": fingerprint(model), "prompts": len(prompts),
+            "max_new_tokens": max_new_tokens, "max_draft": max_draft, "seed": seed,
+            "model_fingerprint": fingerprint(model), "prompts": len(prompts),
             "prompts_sha256": hashlib.sha256(texts.encode()).hexdigest(), **device_of(model),
         }  # fmt: skip
         if "identity" not in self.study.user_attrs:
@@ -134,7 +130,7 @@ class LayerSearch:
 
     def search(self, trials: int) -> None:
         """Run trials until there are ``trials`` finished ones, those of earlier runs included."""
-        options = {"do_sample": False, "max_new_tokens": self.settings.max_new_tokens}
+        options = {"do_sample": False, "max_new_tokens": self.max_new_tokens}
         opened = Session.open(self.model, self.tokenizer, options, [])
         with opened as session, progress_bar("search") as progress:
 
@@ -168,7 +164,7 @@ class LayerSearch:
 
     def contender(self, choice: Choice, name: str = STRATEGY, **options: Any) -> Contender:
         """A choice as a contender of benchmarks."""
-        kwargs = {**choice, "max_draft": self.settings.max_draft, **options}
+        kwargs = {**choice, "max_draft": self.max_draft, **options}
         return contender_of(name, kwargs)
 
     def ranked(self, count: int) -> list[Any]:
@@ -206,7 +202,7 @@ class LayerSearch:
         lineup = [self.contender(choice, name) for name, choice in choices.items()]
         result = run(
             self.model, self.tokenizer, prompts, lineup,
-            max_new_tokens=self.settings.max_new_tokens, title="measuring the best",
+            max_new_tokens=self.max_new_tokens, title="measuring the best",
         )  # fmt: skip
         if result.interrupted:
             raise KeyboardInterrupt
