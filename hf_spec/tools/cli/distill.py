@@ -83,7 +83,7 @@ def distill(
     else:
         chosen, files, limit = [], {}, limit or OWN
     dtype = native_dtype(device) if dtype == NATIVE else dtype
-    drafts = {"assistant_strategy": AUTO} if contender is None else contender.kwargs
+    drafts: dict[str, Any] = {"assistant_strategy": AUTO} if contender is None else contender.kwargs
     settings = {
         "model": model, "prompts": files, "limit": limit, "max_new_tokens": max_new_tokens,
         "batch_size": batch_size, "strategy": drafts.get("assistant_strategy"),
