@@ -17,7 +17,7 @@ from hf_spec.model import packed_weights
 from hf_spec.tools import cli
 from hf_spec.tools.bench import session
 from hf_spec.tools.bench.prompts import BUNDLED, read_prompts
-from hf_spec.tools.cli import common
+from hf_spec.tools.progress import progress_bar
 
 COMMANDS = [
     "demo", "bench", "strategies", "serve", "distill", "train", "search", "doctor",
@@ -199,7 +199,7 @@ def test_what_is_found_out_while_loading_ends_in_one_line(
 
 def test_progress_in_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with common.progress_bar("answers") as update:
+    with progress_bar("answers") as update:
         update(3, 10, note="5 tokens/s")
     shown = capsys.readouterr().err
     assert "answers:  30%" in shown and "3/10" in shown and "5 tokens/s" in shown

@@ -111,7 +111,7 @@ def test_commands_have_the_options_that_pages_name() -> None:
 def fields_of(method: str) -> set[str]:
     """Of the adapter's config and of the training arguments."""
     from hf_spec.methods.registry import methods
-    from hf_spec.tools.training.train import SpecArguments
+    from hf_spec.tools.training.arguments import SpecArguments
 
     config = methods()[method].adapter_config if method in methods() else None
     return {*SpecArguments.__dataclass_fields__, *getattr(config, "__dataclass_fields__", ())}

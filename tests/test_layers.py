@@ -2,8 +2,8 @@
 
 ``modeling_patches``, ``core`` -> ``model`` -> ``adapters`` -> ``drafting`` -> ``policy`` ->
 ``methods.registry`` -> ``methods.<name>`` -> ``decoding`` -> the package itself, which ends the
-library -> ``tools``: ``data``, ``training``, ``search``, ``bench``, ``formats``, ``hub``, ``demo``
--> ``tools.cli``.
+library -> ``tools``: ``data``, ``progress``, ``training``, ``search``, ``bench``, ``formats``,
+``hub``, ``demo`` -> ``tools.cli``.
 """
 
 import ast
@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
+TOOLS = ["data", "loading", "progress", "training", "search", "bench", "formats", "hub", "demo"]
 #: Layers from the bottom up. Packages of one layer may import each other, but not in a circle.
 LAYERS: list[set[str]] = [
     {"modeling_patches", "hf_spec.core", "hf_spec.files"},
@@ -29,10 +30,7 @@ LAYERS: list[set[str]] = [
         "hf_spec",
         "hf_spec.integrations",
     },  # the public names; below is the library, which never imports a tool
-    {
-        f"hf_spec.tools.{name}"
-        for name in ("data", "loading", "training", "search", "bench", "formats", "hub", "demo")
-    },
+    {f"hf_spec.tools.{name}" for name in TOOLS},
     {"hf_spec.tools.cli"},
 ]
 OURS = ("hf_spec", "modeling_patches")

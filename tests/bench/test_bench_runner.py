@@ -2,6 +2,7 @@
 
 import copy
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tiny_checkpoint import CONTEXT, make_model, make_tokenizer, save_checkpoint
 
 import hf_spec
 from hf_spec.tools import cli
-from hf_spec.tools.bench import session
+from hf_spec.tools.bench import runner, session
 from hf_spec.tools.bench.contenders import contenders, parse_names
 from hf_spec.tools.bench.prompts import Prompt, encode
 from hf_spec.tools.bench.runner import run as run_contenders
@@ -111,10 +112,9 @@ def test_order_rotates_and_wrong_outputs_are_counted(model, tokenizer, prompts, 
 
     monkeypatch.setattr(session.Session, "generate", spoil)
     calls: list[tuple[int, int]] = []
-    result = run(
-        model, tokenizer, prompts[:4], ["prompt_lookup", STOCK], max_new_tokens=4,
-        progress=lambda done, total: calls.append((done, total)),
-    )  # fmt: skip
+    told = nullcontext(lambda done, total: calls.append((done, total)))
+    monkeypatch.setattr(runner, "progress_bar", lambda title: told)
+    result = run(model, tokenizer, prompts[:4], ["prompt_lookup", STOCK], max_new_tokens=4)
     names = ["generate", "prompt_lookup", STOCK]
     turns = [order[i : i + 3] for i in range(0, len(order), 3)]
     warm_up = names

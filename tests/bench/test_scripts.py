@@ -21,7 +21,7 @@ from hf_spec.tools.bench.contenders import BASELINE, contenders
 from hf_spec.tools.bench.prompts import Prompt, read_prompts
 from hf_spec.tools.cli.train import parse_options
 from hf_spec.tools.loading import Adapter
-from hf_spec.tools.training.train import config_fields
+from hf_spec.tools.training.arguments import config_fields
 
 #: What vLLM's interpreter is asked, and its answers: the model's own greedy tokens, from a file.
 VLLM = """

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ pytest.importorskip("optuna")
 pytest.importorskip("scipy")
 
 from hf_spec.tools.search import layers
-from hf_spec.tools.search.layers import LayerSearch, Settings, skippable, starting_points
+from hf_spec.tools.search.layers import LayerSearch, skippable, starting_points
 
 
 @pytest.fixture(scope="module")
@@ -178,17 +179,19 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "generate", timed)
 
 
-def test_it_finds_what_is_planted(planted, ticking, tmp_path):
+def test_it_finds_what_is_planted(planted, ticking, tmp_path, monkeypatch):
     """Starting points skip other sublayers; only the planted ones cost nothing to leave out."""
-    work = LayerSearch(*planted, PROMPTS, tmp_path, Settings(10, 4))
+    work = LayerSearch(*planted, PROMPTS, tmp_path, max_new_tokens=10, max_draft=4)
     told: list[tuple[int, int]] = []
-    work.search(16, lambda done, total, best: told.append((done, total)))
+    bar = nullcontext(lambda done, total, note: told.append((done, total)))
+    monkeypatch.setattr(layers, "progress_bar", lambda title: bar)
+    work.search(16)
     assert told == [(n, 16) for n in range(17)]
     (best,) = work.ranked(1)
     found = work.choice(best.params)
     assert sum(map(len, found.values())) >= 3
     assert all(set(found[kind]) <= set(PLANTED[kind]) for kind in PLANTED)
-    choice, entries, bench = work.confirm(PROMPTS, lambda done, total: None)
+    choice, entries, bench = work.confirm(PROMPTS)
     assert len(entries) == 3 and len({json.dumps(one, sort_keys=True) for one in entries}) == 3
     assert bench.overall("layer_skip")["speedup"] > 1.5
     assert max(one["speedup"] for one in entries) == next(
@@ -208,4 +211,4 @@ def test_starting_points_are_choices_of_the_model(planted, tmp_path):
     small = starting_points({"skip_attention": [0], "skip_mlp": []})
     assert all(any(one.values()) for one in small)
     with pytest.raises(ValueError, match="nothing to search on: no prompts"):
-        LayerSearch(*planted, [], tmp_path, Settings())
+        LayerSearch(*planted, [], tmp_path)

@@ -31,15 +31,14 @@ from hf_spec.methods.registry import get_method
 from hf_spec.tools import cli
 from hf_spec.tools.cli.train import parse_options
 from hf_spec.tools.training import split
-from hf_spec.tools.training.evaluation import EvalDecoding
-from hf_spec.tools.training.train import (
+from hf_spec.tools.training.arguments import (
     SpecArguments,
     added_fields,
-    check_lengths,
     config_fields,
     spec_arguments,
-    train,
 )
+from hf_spec.tools.training.evaluation import EvalDecoding
+from hf_spec.tools.training.train import check_lengths, train
 from hf_spec.tools.training.trainer import SpecTrainer
 
 METHOD, CONFIG = TRAININGS["bita"]

@@ -14,7 +14,8 @@ from trained import SETTINGS, TRAININGS, answers, as_options, decodes_exactly, w
 import hf_spec
 from hf_spec.methods.registry import get_method
 from hf_spec.tools import cli
-from hf_spec.tools.training.train import spec_arguments, train
+from hf_spec.tools.training.arguments import spec_arguments
+from hf_spec.tools.training.train import train
 from hf_spec.tools.training.trainer import SpecTrainer
 
 

@@ -62,7 +62,6 @@ def supported(model: Any) -> dict[str, str | None]:
 def diagnose(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], choice: Choice,
     trained: Mapping[str, Any], max_new_tokens: int,
-    progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> tuple[dict[str, str], list[str]]:  # fmt: skip
     """What was measured with a strategy on prompts, by title, and what it means, a sentence or two
     each.
@@ -70,7 +69,6 @@ def diagnose(
     Args:
         choice: its adapter is active.
         trained: content of the adapter's ``training.json``; empty if there is none.
-        progress: called as ``progress(done, total)`` with numbers of calls.
 
     Raises:
         KeyboardInterrupt: measuring was interrupted.
@@ -81,7 +79,7 @@ def diagnose(
         options["lookup"] = False
     drafting = contender_of(f"{choice.strategy}:drafting", options)
     default = contender_of(f"{choice.strategy}:default", dict(choice.options))
-    settings: Any = {"max_new_tokens": max_new_tokens, "progress": progress}
+    settings: Any = {"max_new_tokens": max_new_tokens, "title": "decoding"}
     made = run(model, tokenizer, prompts, [drafting, default], **settings)
     if made.interrupted:
         raise KeyboardInterrupt

@@ -7,7 +7,7 @@ timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,14 +20,14 @@ from hf_spec.tools.bench.prompts import Prompt, batches, encode_prompts, spread
 from hf_spec.tools.bench.results import BenchResult, Measurement
 from hf_spec.tools.bench.session import Session, Turn, rotated
 from hf_spec.tools.bench.synthetic import OPTION, SyntheticRates
+from hf_spec.tools.progress import progress_bar
 
 
 def run(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], contenders: Sequence[Contender], *,
     batch_sizes: Sequence[int] = (1,), max_new_tokens: int = 128, limit: int | None = None,
     generate_kwargs: Mapping[str, Any] | None = None, seed: int = 0, compiled: str | None = None,
-    synthetic: SyntheticRates | None = None,
-    progress: Callable[[int, int], Any] = lambda done, total: None,
+    synthetic: SyntheticRates | None = None, title: str = "benchmark",
 ) -> BenchResult:  # fmt: skip
     """Generate with plain decoding and every contender, and compare.
 
@@ -44,8 +44,7 @@ def run(
             and counted apart.
         synthetic: rates at which drafts are accepted, whatever they are; None to let the model
             decide. All calls then emit ``max_new_tokens``, and outputs are not compared.
-        progress: called as ``progress(done, total)`` with numbers of calls, at first with 0 after
-            the calls that prepare.
+        title: of the progress bar, which counts calls, without those that prepare.
     """
     _check(prompts, contenders, batch_sizes, max_new_tokens, synthetic)
     contenders = [BASELINE, *contenders]
@@ -69,7 +68,8 @@ def run(
     plan = [turn for size in batch_sizes for turn in _turns(result, size)]
     calls, done = sum(len(turn.contenders) for turn in plan), 0
     rule = nullcontext() if synthetic is None else synthetic.of(model)
-    with Session.open(model, tokenizer, options, contenders, synthetic is None) as session, rule:
+    opened = Session.open(model, tokenizer, options, contenders, synthetic is None)
+    with opened as session, rule, progress_bar(title) as progress:
         try:
             session.warm_up(plan, token_ids)
             progress(0, calls)

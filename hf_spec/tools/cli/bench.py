@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from hf_spec.tools.cli import options as opt
-from hf_spec.tools.cli.common import check_writable, progress_bar, show_results
+from hf_spec.tools.cli.common import check_writable, show_results
 from hf_spec.tools.loading import NATIVE, Adapter, load_model, read_adapters
 
 DEFAULT_BACKEND = "inductor"
@@ -111,13 +111,11 @@ def bench(
     loaded, tokenizer = load_model(model, dtype, device, attn_implementation, trained, pack_weights)
     add_untrained(loaded, added)
     lineup = _with_assistants(lineup, loaded, tokenizer)
-    with progress_bar("benchmark") as progress:
-        result = run(
-            loaded, tokenizer, read, lineup, batch_sizes=sizes, max_new_tokens=max_new_tokens,
-            limit=limit, generate_kwargs=options, seed=seed,
-            compiled=(backend or DEFAULT_BACKEND) if compile else None,
-            synthetic=rates, progress=progress,
-        )  # fmt: skip
+    result = run(
+        loaded, tokenizer, read, lineup, batch_sizes=sizes, max_new_tokens=max_new_tokens,
+        limit=limit, generate_kwargs=options, seed=seed, synthetic=rates,
+        compiled=(backend or DEFAULT_BACKEND) if compile else None,
+    )  # fmt: skip
     if prompts is None:
         result.notes.append("the prompts are hf_spec's own; measure yours with --prompts FILE")
     environment = environment_of(loaded, model, prompts or BUNDLED)

@@ -1,4 +1,4 @@
-"""Shared by several commands: exit codes, checks before the work, the progress bar."""
+"""Shared by several commands: exit codes, checks before the work, results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -105,29 +105,3 @@ def explained_interrupt(outcome: str) -> Iterator[None]:
     except KeyboardInterrupt:
         echo(f"interrupted; {outcome}", err=True)
         raise Exit(INTERRUPTED) from None
-
-
-@contextmanager
-def progress_bar(title: str) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on stderr; without a terminal, a line at once and every 30 seconds.
-
-    Gives ``update(done, total, note="")``, whose note stands after the numbers.
-    """
-    from tqdm import tqdm
-
-    terminal = sys.stderr.isatty()
-    lines = "{desc}: {n_fmt} of {total_fmt}{postfix}, {remaining} left\n"
-    with tqdm(
-        desc=title, leave=False, dynamic_ncols=terminal,
-        mininterval=0.1 if terminal else 30, bar_format=None if terminal else lines, delay=1e-3,
-    ) as bar:  # fmt: skip
-
-        def update(done: int, total: int, note: str = "") -> None:
-            first = bar.total is None
-            if first:  # what was done before says nothing about the time left
-                bar.initial = bar.n = done
-            bar.total = total
-            bar.set_postfix_str(note, refresh=first)
-            bar.update(done - bar.n)
-
-        yield update

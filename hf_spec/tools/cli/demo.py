@@ -6,7 +6,7 @@ from typing import Annotated
 from typer import Option, echo
 
 from hf_spec.tools.cli import options as opt
-from hf_spec.tools.cli.common import check_writable, progress_bar, show_results
+from hf_spec.tools.cli.common import check_writable, show_results
 from hf_spec.tools.loading import NATIVE
 
 #: Lines of the prompt and of the continuation that are shown.
@@ -41,24 +41,31 @@ def demo(
     """
     check_writable(output)
 
+    from hf_spec.tools.bench.contenders import contenders
+    from hf_spec.tools.bench.environment import environment_of
+    from hf_spec.tools.bench.runner import run
     from hf_spec.tools.data import ALL
-    from hf_spec.tools.demo.demo import run_demo
+    from hf_spec.tools.demo.demo import FREE_STRATEGY, load
 
-    with progress_bar("demo") as progress:
-        result = run_demo(
-            limit, max_new_tokens, dtype, name=model, progress=progress,
-            status=lambda text: echo(text, err=True),
-        )  # fmt: skip
-    given, written = (text.splitlines() for text in result.sample)
-    written = written[:-1] or written  # the last line may be cut off
-    if written:
+    loaded, tokenizer, adapters, prompts = load(model, dtype, limit)
+    names = dict.fromkeys([FREE_STRATEGY, *(adapter.strategy for adapter in adapters)])
+    lineup = contenders(names, adapters=adapters)
+    count = f"{len(prompts)} prompt{'s' * (len(prompts) != 1)}"
+    ways = ", ".join(one.name for one in lineup)
+    echo(f"{count}, up to {max_new_tokens} new tokens each, plainly and with {ways}", err=True)
+    result = run(loaded, tokenizer, prompts, lineup, max_new_tokens=max_new_tokens, title="demo")
+    drafted = next((one for one in result.measurements if one.stats is not None), None)
+    if drafted is not None:
+        given = prompts[drafted.prompts[0]].text.splitlines()
+        written = tokenizer.decode(drafted.rows[0], skip_special_tokens=True).splitlines()
+        written = written[:-1] or written  # the last line may be cut off
         echo("\n".join([
             "--- a prompt ---", *given[-SHOWN_LINES:],
             "--- what the model writes after it, with and without speculation ---",
             *written[:SHOWN_LINES], "---",
         ]))  # fmt: skip
-    show_results(result.bench, result.environment, output)
-    rows = [row for row in result.bench.runs() if row["task"] == ALL]
+    show_results(result, environment_of(loaded, model or "demo model", None), output)
+    rows = [row for row in result.runs() if row["task"] == ALL]
     if any(row["diverged"] for row in rows):
         raise ValueError("an output differs from plain generate's other than at a tie")
     ties = sum(row["diverged_at_tie"] for row in rows)

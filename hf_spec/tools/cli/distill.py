@@ -83,16 +83,16 @@ def distill(
     else:
         chosen, files, limit = [], {}, limit or OWN
     dtype = native_dtype(device) if dtype == NATIVE else dtype
-    settings = work.Settings(
-        model=model, prompts=files, limit=limit, max_new_tokens=max_new_tokens,
-        batch_size=batch_size, adapter=adapter,
-        strategy=AUTO if contender is None else contender.kwargs.get("assistant_strategy"),
-        strategy_kwargs={} if contender is None else contender.kwargs.get("assistant_kwargs", {}),
-        dtype=dtype, seed=seed, **sampling,
-    )  # fmt: skip
+    drafts: dict[str, Any] = {"assistant_strategy": AUTO} if contender is None else contender.kwargs
+    settings = {
+        "model": model, "prompts": files, "limit": limit, "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size, "strategy": drafts.get("assistant_strategy"),
+        "strategy_kwargs": drafts.get("assistant_kwargs", {}), "adapter": adapter,
+        "dtype": dtype, "seed": seed, "temperature": None, "top_k": None, "top_p": None, **sampling,
+    }  # fmt: skip
     common.check_writable(output)
     folder = work.AnswerFolder(output)
-    finished, state = folder.check(vars(settings)), work.processes(device)
+    finished, state = folder.check(settings), work.processes(device)
     made = None
     if not finished:
         made = _answered(settings, folder, chosen, contender, adapters, state, device, threads)
@@ -103,7 +103,7 @@ def distill(
 
 
 def _answered(
-    settings: Any, folder: Any, chosen: Any, contender: Any, adapters: Any, state: Any,
+    settings: dict[str, Any], folder: Any, chosen: Any, contender: Any, adapters: Any, state: Any,
     device: str | None, threads: int | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Answer the prompts, or those that the model writes first if none are chosen; returns the
@@ -122,23 +122,21 @@ def _answered(
     ):
         if state.num_processes > 1 and device is None:
             device = str(state.device)
+        name, dtype = settings["model"], settings["dtype"]
         if main:
-            echo(f"loading {settings.model}", err=True)
-        loaded, tokenizer = load_model(settings.model, settings.dtype, device, adapters=adapters)
+            echo(f"loading {name}", err=True)
+        loaded, tokenizer = load_model(name, dtype, device, adapters=adapters)
         opt.use_threads(threads)  # after accelerate has set a number, too
         if not chosen:
             own = output / OWN_PROMPTS
             if main and not folder.begun:
-                with common.progress_bar("writing prompts") as progress:
-                    count, size, seed = settings.limit, settings.batch_size, settings.seed
-                    write_own_prompts(loaded, tokenizer, own, count, size, seed, progress)
+                how = settings["limit"], settings["batch_size"], settings["seed"]
+                write_own_prompts(loaded, tokenizer, own, *how)
             state.wait_for_everyone()
             chosen, _ = work.read_sources([own])
-        silent = nullcontext(lambda done, total, note: None)
-        with common.progress_bar("answering") if main else silent as progress:
-            made: dict[str, Any] = work.distill(
-                loaded, tokenizer, chosen, folder, settings, contender, state, progress
-            )
+        made: dict[str, Any] = work.distill(
+            loaded, tokenizer, chosen, folder, settings, contender, state
+        )
     return made
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from typer import Option, echo
 
 from hf_spec.tools.cli import options as opt
-from hf_spec.tools.cli.common import load_library, progress_bar
+from hf_spec.tools.cli.common import load_library
 from hf_spec.tools.loading import NATIVE, chosen_device, load_model, read_adapters
 
 
@@ -100,10 +100,9 @@ def _examined(
     if prompts and obstacles.get(choice.strategy) is None:
         records = [Path(one.path, TRAINING) for one in adapters if one.strategy == choice.strategy]
         trained = next((read_json(path, optional=True) for path in records), {})
-        with progress_bar("decoding") as progress:
-            measured, findings = diagnosis.diagnose(
-                model, tokenizer, prompts, choice, trained, new_tokens, progress
-            )
+        measured, findings = diagnosis.diagnose(
+            model, tokenizer, prompts, choice, trained, new_tokens
+        )
         found[f"acceptance of {choice.strategy}, {len(prompts)} prompts"] = measured
         found["findings"] = findings or ["nothing stands out"]
     return found

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from typer import Option, echo
 
 from hf_spec.tools.cli import options as opt
-from hf_spec.tools.cli.common import check_writable, explained_interrupt, progress_bar, require
+from hf_spec.tools.cli.common import check_writable, explained_interrupt, require
 from hf_spec.tools.loading import NATIVE, load_model
 
 
@@ -46,9 +46,8 @@ def search(
 
     require("search", "optuna", "scipy")
 
-    from hf_spec.tools.search.layers import LayerSearch, Settings
+    from hf_spec.tools.search.layers import LayerSearch
 
-    settings = Settings(max_new_tokens, max_draft, seed)
     chosen, others = _divided(read_prompts(prompts), limit, held_out)
     check_writable(output)
 
@@ -56,15 +55,12 @@ def search(
 
     loaded, tokenizer = load_model(model, dtype, device)
     with writing(output), explained_interrupt("the same command continues the search"):
-        work = LayerSearch(loaded, tokenizer, chosen, output, settings)
-        with progress_bar("search") as update:
-
-            def progress(done: int, total: int, best: Any) -> None:
-                update(done, total, note=f"best {best.value:.1f} tokens/s" if best else "")
-
-            work.search(trials, progress)
-        with progress_bar("measuring the best") as update:
-            choice, finalists, bench = work.confirm(others or chosen, update)
+        work = LayerSearch(
+            loaded, tokenizer, chosen, output,
+            max_new_tokens=max_new_tokens, max_draft=max_draft, seed=seed,
+        )  # fmt: skip
+        work.search(trials)
+        choice, finalists, bench = work.confirm(others or chosen)
     row = _write(output, model, prompts, work, choice, finalists, bench, len(others))
     echo(
         f"skips attention {choice['skip_attention']} and MLP {choice['skip_mlp']}: "
@@ -93,7 +89,7 @@ def _write(
     environment = environment_of(work.model, model, prompts)
     config_class: Any = get_method(STRATEGY).adapter_config
     with attached(work.model, config_class(**choice)) as peft_model:  # which has no weights
-        save_adapter(peft_model, output, STRATEGY, {"max_draft": work.settings.max_draft})
+        save_adapter(peft_model, output, STRATEGY, {"max_draft": work.max_draft})
     row: dict[str, Any] = bench.overall(STRATEGY)
     data = {
         "environment": {**environment, "optuna": package_version("optuna")},

@@ -60,11 +60,10 @@ def train(
       hf-spec train bita --model M --data D --output ./bita --resume --report-to tensorboard
       hf-spec train bita --adapter ./bita --model M --data D2 --output ./bita-2
     """
-    from hf_spec.tools.training import train as work
-    from hf_spec.tools.training.start import config_of
+    from hf_spec.tools.training import arguments as given
 
-    chosen = work.trainable_method(method)
-    fields = work.config_fields(chosen)
+    chosen = given.trainable_method(method)
+    fields = given.config_fields(chosen)
     if not (model and data and output):
         needed = {"--model": model, "--data": data, "--output": output}
         missing = ", ".join(option for option, value in needed.items() if not value)
@@ -72,12 +71,13 @@ def train(
     require("train", "accelerate", "datasets")
     config, arguments = parse_options(context.args, method, fields)
     # Invalid values are refused before anything is loaded.
-    adapter_config = config_of(chosen, config, adapter)
+    adapter_config = given.config_of(chosen, config, adapter)
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)
     chosen.parse_options(options)
-    work.spec_arguments(chosen, output, adapter_config, **arguments)
+    given.spec_arguments(chosen, output, adapter_config, **arguments)
     check_writable(output)
 
+    from hf_spec.tools.training import train as work
     from hf_spec.tools.training.dataset import read_answers, read_provenance
 
     base, tokenizer = load_model(model, dtype, device, pack=False)
@@ -130,9 +130,11 @@ def _described(method: Any) -> list[tuple[str, str]]:
     """The method's own options, and those of all trainings, with their help."""
     from transformers import TrainingArguments
 
-    from hf_spec.tools.training import train as work
+    from hf_spec.tools.training import arguments as given
 
-    fields = work.config_fields(method) | work.added_fields(work.SpecArguments, TrainingArguments)
+    fields = given.config_fields(method) | given.added_fields(
+        given.SpecArguments, TrainingArguments
+    )
     found = []
     for name, field in fields.items():
         factory: Any = field.default_factory
@@ -157,7 +159,7 @@ def parse_options(
 
     from transformers import HfArgumentParser
 
-    from hf_spec.tools.training.train import SpecArguments
+    from hf_spec.tools.training.arguments import SpecArguments
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> Any:

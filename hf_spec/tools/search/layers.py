@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from hf_spec.tools.bench.prompts import Prompt, encode_prompts
 from hf_spec.tools.bench.results import BenchResult
 from hf_spec.tools.bench.runner import run
 from hf_spec.tools.bench.session import Session
+from hf_spec.tools.progress import progress_bar
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.modules import num_layers
 
@@ -41,15 +41,6 @@ TRIAL_OPTIONS: dict[str, Any] = {"draft_exit": "adaptive", "drafting": "always"}
 
 #: Layers whose attention and whose MLP are skipped, by the names of the strategy's options.
 Choice = dict[str, list[int]]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a search optimizes; a study can only be continued with the same settings."""
-
-    max_new_tokens: int = 64
-    max_draft: int = 12  # K, most tokens drafted per step
-    seed: int = 0
 
 
 def skippable(model: Any) -> Choice:
@@ -92,21 +83,27 @@ def starting_points(sublayers: Choice) -> list[Choice]:
 
 class LayerSearch:
     """A search on a model with development prompts, whose study is in an existing folder: it can be
-    interrupted and continued, with the same settings."""
+    interrupted and continued, with the same settings.
+
+    Args:
+        max_draft: K, most tokens drafted per step.
+    """
 
     def __init__(
-        self, model: Any, tokenizer: Any, prompts: Sequence[Prompt], folder: Path,
-        settings: Settings,
+        self, model: Any, tokenizer: Any, prompts: Sequence[Prompt], folder: Path, *,
+        max_new_tokens: int = 64, max_draft: int = 12, seed: int = 0,
     ):  # fmt: skip
         if not prompts:
             raise ValueError("nothing to search on: no prompts")
-        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.model, self.tokenizer = model, tokenizer
+        self.max_new_tokens, self.max_draft = max_new_tokens, max_draft
         self.sublayers = skippable(model)
-        self.ids, _ = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
-        self.study = open_study(folder, settings.seed)
+        self.ids, _ = encode_prompts(model, tokenizer, prompts, max_new_tokens)
+        self.study = open_study(folder, seed)
         texts = json.dumps([prompt.full_text for prompt in prompts])
         identity = {
-            **asdict(settings), "model_fingerprint": fingerprint(model), "prompts": len(prompts),
+            "max_new_tokens": max_new_tokens, "max_draft": max_draft, "seed": seed,
+            "model_fingerprint": fingerprint(model), "prompts": len(prompts),
             "prompts_sha256": hashlib.sha256(texts.encode()).hexdigest(), **device_of(model),
         }  # fmt: skip
         if "identity" not in self.study.user_attrs:
@@ -131,16 +128,17 @@ class LayerSearch:
             for kind, layers in self.sublayers.items()
         }
 
-    def search(self, trials: int, progress: Callable[[int, int, Any], None]) -> None:
-        """Run trials until there are ``trials`` finished ones, those of earlier runs included;
-        ``progress(finished, trials, best)`` is called with the best trial so far, or None."""
+    def search(self, trials: int) -> None:
+        """Run trials until there are ``trials`` finished ones, those of earlier runs included."""
+        options = {"do_sample": False, "max_new_tokens": self.max_new_tokens}
+        opened = Session.open(self.model, self.tokenizer, options, [])
+        with opened as session, progress_bar("search") as progress:
 
-        def report(*_: Any) -> None:
-            progress(self.finished, trials, next(iter(self.ranked(1)), None))
+            def report(*_: Any) -> None:
+                best = [f"best {trial.value:.1f} tokens/s" for trial in self.ranked(1)]
+                progress(self.finished, trials, note="".join(best))
 
-        report()
-        options = {"do_sample": False, "max_new_tokens": self.settings.max_new_tokens}
-        with Session.open(self.model, self.tokenizer, options, []) as session:
+            report()
             self.study.optimize(
                 lambda trial: self._trial(session, trial),
                 n_trials=max(trials - self.finished, 0), callbacks=[report],
@@ -166,7 +164,7 @@ class LayerSearch:
 
     def contender(self, choice: Choice, name: str = STRATEGY, **options: Any) -> Contender:
         """A choice as a contender of benchmarks."""
-        kwargs = {**choice, "max_draft": self.settings.max_draft, **options}
+        kwargs = {**choice, "max_draft": self.max_draft, **options}
         return contender_of(name, kwargs)
 
     def ranked(self, count: int) -> list[Any]:
@@ -178,7 +176,7 @@ class LayerSearch:
         return list(distinct.values())[:count]
 
     def confirm(
-        self, prompts: Sequence[Prompt], progress: Callable[[int, int], None]
+        self, prompts: Sequence[Prompt]
     ) -> tuple[Choice, list[dict[str, Any]], BenchResult]:
         """Measure the best trials in turns with plain decoding, on prompts that they did not see if
         there are any, then the best of them once more.
@@ -189,7 +187,7 @@ class LayerSearch:
         """
         best = self.ranked(FINALISTS)
         names = {f"{STRATEGY}:{trial.number}": self.choice(trial.params) for trial in best}
-        first = self._measure(prompts, names, progress)
+        first = self._measure(prompts, names)
         entries = [
             {
                 "trial": trial.number, **choice, "tokens_per_second": trial.value,
@@ -198,16 +196,13 @@ class LayerSearch:
             for trial, (name, choice) in zip(best, names.items())
         ]  # fmt: skip
         choice = names[max(names, key=lambda name: first.overall(name)["speedup"])]
-        return choice, entries, self._measure(prompts, {STRATEGY: choice}, progress)
+        return choice, entries, self._measure(prompts, {STRATEGY: choice})
 
-    def _measure(
-        self, prompts: Sequence[Prompt], choices: dict[str, Choice],
-        progress: Callable[[int, int], None],
-    ) -> BenchResult:  # fmt: skip
+    def _measure(self, prompts: Sequence[Prompt], choices: dict[str, Choice]) -> BenchResult:
         lineup = [self.contender(choice, name) for name, choice in choices.items()]
         result = run(
             self.model, self.tokenizer, prompts, lineup,
-            max_new_tokens=self.settings.max_new_tokens, progress=progress,
+            max_new_tokens=self.max_new_tokens, title="measuring the best",
         )  # fmt: skip
         if result.interrupted:
             raise KeyboardInterrupt

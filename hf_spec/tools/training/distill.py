@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
 from hf_spec.tools.bench.session import Session
 from hf_spec.tools.data import Prompt, read
 from hf_spec.tools.loading import chosen_device
+from hf_spec.tools.progress import progress_bar
 from hf_spec.tools.training.dataset import ANSWERS, PROVENANCE
 
 if TYPE_CHECKING:
@@ -41,40 +42,10 @@ Answered = tuple[float, int, list[dict[str, Any]]]
 #: Options of all strategies unless ``--strategy-kwargs`` sets them. Leaving out drafts that do not
 #: pay depends on step times, and would make sampled numbers and ties depend on them, too.
 OPTIONS = {"drafting": "always"}
+#: Settings that are arguments of ``generate``; None is the model's own number.
+ARGUMENTS = ("do_sample", "max_new_tokens", "temperature", "top_k", "top_p")
 #: Options of prompt lookup: in a batch, a few draft tokens per sequence fill a step.
 LOOKUP_OPTIONS = {"max_nodes": 4}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings that determine the answers, as the options of ``hf-spec distill``.
-
-    ``prompts`` has the name of each file by its SHA-256, and is empty where the model writes
-    ``limit`` prompts itself. None stands for all prompts, plain ``generate``, no adapter and the
-    model's own numbers.
-    """
-
-    model: str
-    prompts: dict[str, str]
-    limit: int | None = None
-    max_new_tokens: int = 128
-    batch_size: int = 8
-    strategy: str | None = None
-    strategy_kwargs: dict[str, Any] = field(default_factory=dict)
-    adapter: str | None = None
-    dtype: str = "bfloat16"
-    seed: int = 0
-    do_sample: bool = False
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-
-    @property
-    def generate_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments for ``generate``, without those of the strategy."""
-        names = ("do_sample", "max_new_tokens", "temperature", "top_k", "top_p")
-        values = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value is not None}
 
 
 class AnswerFolder:
@@ -173,8 +144,7 @@ def processes(device: str | None) -> PartialState:
 
 def distill(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], folder: AnswerFolder,
-    settings: Settings, contender: Contender | None, state: PartialState,
-    progress: Callable[..., Any] = lambda done, total, note: None,
+    settings: dict[str, Any], contender: Contender | None, state: PartialState,
 ) -> dict[str, Any]:  # fmt: skip
     """Generate the answers that the folder lacks, finish it, and return its provenance, of which
     ``measured`` is of this run. Every process calls this; the main process writes.
@@ -182,22 +152,23 @@ def distill(
     Args:
         model: in evaluation mode, on its device, with the adapter of ``contender`` loaded.
         folder: locked by the main process.
+        settings: the values of the command's options that determine the answers, as JSON types;
+            of ``prompts`` the name of each file by its SHA-256, none where the model wrote them.
         contender: the strategy that ``settings`` names; None for the one that fits the model.
-        progress: called as ``progress(done, total, note=...)`` with numbers of batches and the
-            tokens per second so far.
     """
-    token_ids, truncated = encode_prompts(model, tokenizer, prompts, settings.max_new_tokens)
+    token_ids, truncated = encode_prompts(model, tokenizer, prompts, settings["max_new_tokens"])
     facts = _facts(model, tokenizer, settings)
     folder.check(facts)
     state.wait_for_everyone()  # no process writes before all have looked
-    everything = batches([len(ids) for ids in token_ids], settings.batch_size)
+    everything = batches([len(ids) for ids in token_ids], settings["batch_size"])
     if contender is None:
         contender = fitting(model)
     facts["chosen"] = contender.kwargs
-    with Session.open(model, tokenizer, settings.generate_kwargs, [contender]) as session:
+    given = {name: settings[name] for name in ARGUMENTS if settings[name] is not None}
+    with Session.open(model, tokenizer, given, [contender]) as session:
 
         def answer(number: int, indices: list[int]) -> Answered:
-            seed_batch(settings.seed, number)
+            seed_batch(settings["seed"], number)
             batch = [token_ids[index] for index in indices]
             seconds, answers, steps, _ = session.generate(contender, batch)
             pairs = zip(indices, batch, answers)
@@ -206,8 +177,8 @@ def distill(
         if state.is_main_process:
             folder.begin(facts)
         state.wait_for_everyone()
-        lengths, measured = _answer_all(answer, everything, folder, state, progress)
-    environment = environment_of(model, settings.model, None)
+        lengths, measured = _answer_all(answer, everything, folder, state)
+    environment = environment_of(model, settings["model"], None)
     for name in ("model", "prompts", "prompts_sha256", "argv"):  # known, or of this machine
         del environment[name]
     total = sum(lengths.values())
@@ -225,7 +196,7 @@ def distill(
 
 def _answer_all(
     answer: Callable[[int, list[int]], Answered], everything: Sequence[list[int]],
-    folder: AnswerFolder, state: PartialState, progress: Callable[..., Any],
+    folder: AnswerFolder, state: PartialState,
 ) -> tuple[dict[int, int], dict[str, float]]:  # fmt: skip
     """Fill the folder with the batches that it lacks, which processes share; returns the number of
     tokens of each answer by the index of its prompt, and what was measured."""
@@ -234,19 +205,20 @@ def _answer_all(
     tokens, steps, seconds, lengths = 0, 0, 0.0, folder.lengths()
     work = [(i, batch) for i, batch in enumerate(everything) if not lengths.keys() >= {*batch}]
     state.wait_for_everyone()
-    for start in range(0, len(work), state.num_processes):
-        done = len(everything) - len(work) + start
-        speed = f"{state.num_processes * tokens / seconds:,.0f} tokens/s" if tokens else ""
-        progress(done, len(everything), note=speed)
-        own = work[start : start + state.num_processes][state.process_index :][:1]
-        for spent, taken, rows in gather_object([answer(*one) for one in own]):
-            seconds, steps = seconds + spent, steps + taken
-            tokens += sum(len(row["answer_ids"]) for row in rows)
-            new = [row for row in rows if row["index"] not in lengths]
-            lengths |= {row["index"]: len(row["answer_ids"]) for row in new}
-            if state.is_main_process:
-                folder.add(new)
-    progress(len(everything), len(everything), note="")
+    with progress_bar("answering", state.is_main_process) as progress:
+        for start in range(0, len(work), state.num_processes):
+            done = len(everything) - len(work) + start
+            speed = f"{state.num_processes * tokens / seconds:,.0f} tokens/s" if tokens else ""
+            progress(done, len(everything), note=speed)
+            own = work[start : start + state.num_processes][state.process_index :][:1]
+            for spent, taken, rows in gather_object([answer(*one) for one in own]):
+                seconds, steps = seconds + spent, steps + taken
+                tokens += sum(len(row["answer_ids"]) for row in rows)
+                new = [row for row in rows if row["index"] not in lengths]
+                lengths |= {row["index"]: len(row["answer_ids"]) for row in new}
+                if state.is_main_process:
+                    folder.add(new)
+        progress(len(everything), len(everything))
     return lengths, {
         "answer_tokens": tokens, "seconds": seconds,
         "tokens_per_second": tokens / max(seconds, 1e-9), "tau": tokens / max(steps, 1),
@@ -272,13 +244,13 @@ def fitting(model: Any) -> Contender:
     return contender_of(choice.strategy, options)
 
 
-def _facts(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
+def _facts(model: Any, tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """All that the answers depend on, as JSON types."""
     defaults = model.generation_config.to_diff_dict()
     defaults.pop("transformers_version", None)
     config = {key: defaults[key] for key in defaults if key[0] != "_"}
     facts = {
-        **asdict(settings), "model_fingerprint": fingerprint(model),
+        **settings, "model_fingerprint": fingerprint(model),
         "tokenizer_sha256": tokenizer_sha256(tokenizer), "generation_config": config,
     }  # fmt: skip
     return json.loads(json.dumps(facts))

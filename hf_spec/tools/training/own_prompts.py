@@ -7,7 +7,6 @@ texts.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from hf_spec.core.checks import first_line
 from hf_spec.files import write_atomically
+from hf_spec.tools.progress import progress_bar
 from hf_spec.tools.training.distill import seed_batch
 
 #: The prompts, in the output folder.
@@ -30,20 +30,20 @@ _WORDS = "0123456789"
 
 
 def write_own_prompts(
-    model: Any, tokenizer: Any, path: Path, count: int, batch_size: int, seed: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> None:  # fmt: skip
+    model: Any, tokenizer: Any, path: Path, count: int, batch_size: int, seed: int
+) -> None:
     """Let a model write prompts, all different, into a file of JSON lines, in one step; a
     ValueError if it does not write so many. ``batch_size`` is that of answers; of prompts, which
     are shorter, four times as many are generated together."""
     texts: dict[str, None] = {}
     before, end = _around_words(tokenizer)
-    for number in range(-(-MOST_SAMPLES * count // (4 * batch_size))):
-        progress(min(len(texts), count), count)
-        if len(texts) >= count:
-            break
-        seed_batch(seed, number)
-        texts |= dict.fromkeys(_written(model, tokenizer, before, end, 4 * batch_size))
+    with progress_bar("writing prompts") as progress:
+        for number in range(-(-MOST_SAMPLES * count // (4 * batch_size))):
+            progress(min(len(texts), count), count)
+            if len(texts) >= count:
+                break
+            seed_batch(seed, number)
+            texts |= dict.fromkeys(_written(model, tokenizer, before, end, 4 * batch_size))
     if len(texts) < count:
         raise ValueError(
             f"this model wrote {len(texts)} different prompts in {MOST_SAMPLES * count} samples; "

@@ -1,120 +1,42 @@
 """Trains an adapter on a base model's own answers: data, Trainer, adapter folder."""
 
-import copy
-import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import torch
-from transformers import TrainingArguments, set_seed
+from transformers import set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_spec.adapters.active import require_active
 from hf_spec.adapters.base_model import fingerprint
-from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.core.checks import check_count, check_range, nearest, said_of, setting
+from hf_spec.adapters.module import Adapter
+from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.decoding.selfcheck import check_tree_forward
+from hf_spec.drafting.draft_vocabulary import common_tokens
 from hf_spec.files import write_json, writing
-from hf_spec.methods.registry import Method, methods
+from hf_spec.methods.registry import Method
 from hf_spec.tools.bench.environment import PACKAGES, device_name, package_version
 from hf_spec.tools.hub.card import TRAINING
 from hf_spec.tools.hub.folder import attached, save_adapter
 from hf_spec.tools.training.anchors import AnswerDataset, NewAnchors, collate
+from hf_spec.tools.training.arguments import (
+    SpecArguments,
+    config_fields,
+    config_of,
+    spec_arguments,
+    trainable_method,
+)
 from hf_spec.tools.training.base_weights import save_model
 from hf_spec.tools.training.dataset import split
 from hf_spec.tools.training.evaluation import EvalDecoding
 from hf_spec.tools.training.kept_states import kept_states
 from hf_spec.tools.training.sharded import gathered
-from hf_spec.tools.training.start import config_of, set_vocabulary
 from modeling_patches.support import check_model
 
 logger = logging.getLogger(__name__)
-
-#: Epochs of a training that ends by time.
-UNCOUNTED = 10_000
-
-
-@dataclass
-class SpecArguments(TrainingArguments):
-    """``TrainingArguments`` with what an adapter's training has besides."""
-
-    num_anchors: int | None = setting(
-        None, "Most random positions per sequence that have probes. Default: the method's."
-    )
-    max_minutes: float | None = setting(
-        None,
-        "Minutes to train for, evaluations included; each decodes for a tenth of them at most. The "
-        "learning rate then follows the time, and epochs are not counted unless num_train_epochs "
-        "is given.",
-    )
-    kept_states: float = setting(
-        16.0,
-        "Gigabytes of the base's hidden states that may be kept on disk until the training ends, "
-        "instead of computed in every epoch; at most half of the free disk. 0: none.",
-    )
-    optim: str = setting(
-        str(TrainingArguments.optim),
-        "An optimizer of TrainingArguments, or muon: torch.optim.Muon for the matrices of layers, "
-        "AdamW for the rest.",
-    )
-    max_length: int = setting(1024, "Longer sequences are cut, in tokens.")
-    held_out: int = setting(32, "Answers kept for evaluation, at most a quarter of all.")
-    served_prompts: int = setting(16, "Held-out prompts decoded at each evaluation.")
-    served_tokens: int = setting(64, "New tokens of each.")
-
-    def __post_init__(self) -> None:
-        self.muon = self.optim == "muon"
-        if self.muon:
-            self.optim = TrainingArguments.optim
-        counts = ["max_length", "held_out", "served_prompts", "served_tokens"]
-        counts += ["max_steps"] * (self.max_steps != -1)  # the Trainer's default: by epochs
-        counts += ["num_anchors"] * (self.num_anchors is not None)
-        for name in counts:
-            check_count(name, getattr(self, name))
-        check_range("kept_states", self.kept_states, 0.0, 10**6)
-        if self.max_minutes is not None:
-            check_range("max_minutes", self.max_minutes, 0.0, 10**6, open_low=True)
-            if self.warmup_steps >= 1:
-                raise ValueError(
-                    f"warmup_steps={self.warmup_steps}: with max_minutes the number of steps is "
-                    "not known. Give a share of the training, below 1."
-                )
-        super().__post_init__()
-
-
-def trainable_method(name: str) -> Method:
-    """The method of this name; a ValueError if there is none, or it cannot be trained."""
-    known = methods()
-    trainable = {name: method for name, method in known.items() if method.training is not None}
-    if name not in trainable:
-        reason = f"{name!r} has nothing" if name in known else f"there is no method {name!r}"
-        raise ValueError(
-            f"{reason} to train{nearest(name, trainable)}; choose one of {', '.join(trainable)}."
-        )
-    return trainable[name]
-
-
-def config_fields(method: Method) -> dict[str, dataclasses.Field[Any]]:
-    """Fields of the method's adapter config that a user may set."""
-    fields = added_fields(method.adapter_config, SpecPeftConfig)
-    help_of = {name: field.metadata.get("help", "") for name, field in fields.items()}
-    return {name: field for name, field in fields.items() if "recorded" not in help_of[name]}
-
-
-def added_fields(kind: Any, base: Any) -> dict[str, dataclasses.Field[Any]]:
-    """Fields of a dataclass that its base does not have, with all that is said of them."""
-    found = {field.name: copy.copy(field) for field in dataclasses.fields(kind)}
-    for name, field in found.items():
-        field.metadata = MappingProxyType(said_of(kind, name))
-    for field in dataclasses.fields(base):
-        found.pop(field.name, None)
-    return found
 
 
 def check_lengths(rows: Any, max_length: int) -> None:
@@ -133,25 +55,12 @@ def check_lengths(rows: Any, max_length: int) -> None:
         logger.warning(message)
 
 
-def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> SpecArguments:
-    """The arguments of a training whose checkpoints go to ``folder``: fields that are given, those
-    of the adapter's config, the method's, or the defaults; a ValueError names what is invalid."""
-    assert method.training is not None
-    values: dict[str, Any] = {
-        "output_dir": str(folder), "seed": 0, "lr_scheduler_type": "cosine",
-        "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 100,
-        "save_total_limit": 2, "load_best_model_at_end": True,
-        "metric_for_best_model": "tau", "greater_is_better": True,
-        "logging_steps": 10, "report_to": [], "remove_unused_columns": False,
-        "train_sampling_strategy": "group_by_length",  # little padding
-        "use_cpu": not torch.accelerator.is_available(), "ddp_find_unused_parameters": False,
-        **method.training, **config.training_defaults(),
-        **({} if given.get("max_minutes") is None else {"num_train_epochs": UNCOUNTED}),
-        **given,
-    }  # fmt: skip
-    values.setdefault("save_steps", values["eval_steps"])
-    values.setdefault("per_device_eval_batch_size", values.get("per_device_train_batch_size", 8))
-    return SpecArguments(**values)
+def set_vocabulary(adapter: Adapter, model: Any, answers: Sequence[Sequence[int]]) -> None:
+    """Set the vocabulary of an adapter that has its own to the commonest tokens of the answers."""
+    tokens = adapter.tensors().get(VOCABULARY)
+    if tokens is not None:
+        common = common_tokens(answers, len(tokens), vocab_size(model))
+        adapter.set_vocabulary(common, model)
 
 
 def train(
