@@ -78,11 +78,11 @@ MESSAGES = [
     # files
     ("bench --prompts none.jsonl", "none.jsonl': No such file"),
     ("bench --prompts bad.jsonl", "bad.jsonl, line 2: needs one of the fields"),
-    ("bench --output a.jsonl", "cannot write to --output"),
+    ("bench --output a.jsonl", "cannot write into the folder --output"),
     ("bench", "cannot load model '/nowhere': there is no such folder"),
     ("distill --prompts /nowhere.jsonl", "cannot read '/nowhere.jsonl': No such file"),
     ("distill --prompts a.jsonl", "a.jsonl' are given twice"),
-    ("distill --output /dev/null", "cannot write to --output"),
+    ("distill --output /dev/null", "cannot write into the folder --output"),
     ("import absent.pt --type medusa", "there is no file"),
     ("import a.jsonl --type medusa --strategy-kwargs '{\"a\": 1}'", "no option 'a'"),
 ]  # fmt: skip

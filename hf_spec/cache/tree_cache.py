@@ -49,6 +49,7 @@ class TreeCache(StatefulCache):
             computed again from their tokens.
         generated: of further inputs with a value per token, that of generated tokens, by name,
             where it is not that of the prompt's last one.
+        made_by: class and size of the model whose states it holds; None if nobody has said.
 
     Args:
         allocate: see :meth:`AttentionStates.allocate_by`.
@@ -69,6 +70,7 @@ class TreeCache(StatefulCache):
         self.shift: Tensor | None = None
         self.inputs: list[str] = []
         self.generated: dict[str, float] = {}
+        self.made_by: str | None = None
         self.block: OpenBlock | None = None
         self.recurrent = RecurrentStates(rules, batch_size) if rules else None
         #: Shortest nonzero length each row can be cut to: a sliding window dropped earlier states,

@@ -58,6 +58,11 @@ def _check_continued(
             f"inputs_embeds with a TreeCache as {CACHE}: it is continued by tokens. Give "
             f"input_ids, or leave {CACHE} out."
         )
+    if cache.made_by not in (None, size_of(model)):
+        raise ValueError(
+            f"{CACHE} holds the states of {cache.made_by}, and the model is {size_of(model)}: give "
+            f"the cache of a call with this model, or leave {CACHE} out."
+        )
     if len(rows) != cache.batch_size:
         raise ValueError(
             f"{CACHE} holds {cache.batch_size} rows, the prompt has {len(rows)}: "
@@ -69,6 +74,13 @@ def _check_continued(
             f"the states in {CACHE} depend on padding between the tokens of their prompt, as "
             f"{type(model).__name__} computes with it. Leave {CACHE} out."
         )
+
+
+def size_of(model: Any) -> str:
+    """A model's class and size, by which its caches are told from other models'."""
+    config = model.config.get_text_config(decoder=True)
+    layers, width = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
+    return f"a {type(model).__name__} with {layers} layers of {width} features"
 
 
 def _keep_what_fits(cache: TreeCache, rows: Sequence[Sequence[int]], model: Any) -> None:

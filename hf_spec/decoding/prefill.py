@@ -19,7 +19,7 @@ from hf_spec.cache.convert import check_packable, take_over
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import to_device
 from hf_spec.decoding.cache_owner import CacheOwner
-from hf_spec.decoding.cache_reuse import begin_rope, check_gaps, new_tokens
+from hf_spec.decoding.cache_reuse import begin_rope, check_gaps, new_tokens, size_of
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
 from hf_spec.model.appending import Prefilled, append
 from hf_spec.model.compiled import CompiledTarget
@@ -139,6 +139,7 @@ class Prompt:
         rules, rows = recurrent_rules(self.model), len(logits)
         # The call's before it takes over anything, as this empties what may be the caller's.
         cache = owner.cache = TreeCache(len(source.layers), rows, logits.device, allocate, rules)
+        cache.made_by = size_of(self.model)
         if width:  # otherwise the prompt was given as embeddings
             owner.history = [[] for _ in range(rows)]
         front = 0 if self.probe_inputs is None else self.probe_inputs.num_front

@@ -255,11 +255,13 @@ def test_caches_that_do_not_fit(tiny: Tiny, spec: Spec) -> None:
     rows = model.generate(**ragged(), **settings)
     embedded = {"inputs_embeds": model.get_input_embeddings()(prompt()).detach()}
     unknown = model.generate(**embedded, **settings)  # its tokens are not known
+    others = tiny("mistral").generate(prompt(), **settings)
     for cache, message in (
         (static, "given cache.*StaticLayer.*Pass a DynamicCache"),
         (quantized, "given cache.*QuantizedLayer.*Pass a DynamicCache"),
         (offloaded, "given cache.*offloaded.*Pass a DynamicCache"),
         (rows[CACHE], "3 rows, the prompt has 1"),
+        (others[CACHE], "states of a Mistral.*, and the model is a Llama.* layers.*leave"),
         (unknown[CACHE], f"{CACHE} holds .27.*whole conversation"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -72,7 +72,9 @@ def check_writable(folder: Path) -> None:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise ValueError(f"cannot write to --output {str(folder)!r}: {error.strerror}") from error
+        raise ValueError(
+            f"cannot write into the folder --output {str(folder)!r}: {error.strerror}"
+        ) from error
 
 
 def show_results(
