@@ -72,7 +72,7 @@ def test_only_the_number_of_steps_depends_on_it(
     history, model = hf_spec.RolloutHistory(), adapt(fresh("llama"), name)
     model.requires_grad_(True)
     rollout(model, history, ragged((12, 5, 9)), name, **given)
-    change(model, 0.02)
+    change(model, 0.005)
     alone = rollout(
         model, seeds_alone(history, tmp_path / "answers"), ragged((12, 5, 9)), name, **given
     )
