@@ -8,9 +8,8 @@ model's tensors are checked once per call.
 
 On CUDA the kernels that the function launches, or its compiled code, are recorded
 (:mod:`.captures`), for these places in memory. Before anything is used, its results are compared
-with the function's. Where rounding makes another choice, such as of one of two experts that are
-equally likely, they differ as those of wrong code do; so code that differs is made again in later
-steps, and refused if it differs again (:data:`TRIES`).
+with the function's. Rounding can make another choice, such as of one of two experts that are
+equally likely: code that differs is made again, and refused if it goes on (:data:`TRIES`).
 """
 
 from __future__ import annotations
