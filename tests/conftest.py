@@ -26,6 +26,7 @@ from running import drafting
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from modeling_patches import fingerprint
+from modeling_patches.cache_name import CACHE
 
 # More threads cost more than they bring on models of this size, above all beside other workers.
 torch.set_num_threads(1)
@@ -342,6 +343,18 @@ def check_same(
     ids = ours if isinstance(ours, torch.Tensor) else ours.sequences
     assert ids.tolist() == plain.tolist() and ids.dtype == plain.dtype
     return ours
+
+
+def check_continued(model: PreTrainedModel, spec: dict[str, Any], **settings: Any) -> Any:
+    """The same of a ragged batch and of a call that goes on with its cache; gives the first."""
+    given = {**ragged(), **settings}
+    first = check_same(model, {**spec, "return_dict_in_generate": True}, **given)
+    ids = torch.cat([first.sequences, prompt(2, len(first.sequences), seed=7)], dim=1)
+    mask = torch.ones_like(ids)
+    mask[:, : given["attention_mask"].shape[1]] = given["attention_mask"]
+    given |= {"input_ids": ids, "attention_mask": mask}
+    check_same(model, {**spec, CACHE: first[CACHE]}, **given)
+    return first
 
 
 def _hashable(value: Any) -> Any:

@@ -8,17 +8,15 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from conftest import Tiny, check_same, plainly, prompt, ragged
+from conftest import Tiny, check_continued, check_same, prompt, ragged
 from covering import covering
 from running import CAPTURED, drafting, no_forward
 from step_by_hand import frontier
 
 import hf_spec
 from hf_spec.methods.registry import get_method
-from modeling_patches.cache_name import CACHE
 
-NEW = 11
-GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 11, "do_sample": False}
 GIVEN = {"row": {"input_ids": prompt()}, "batch": ragged()}
 
 
@@ -43,7 +41,7 @@ def assistant_of(tiny: Tiny, name: str) -> Any:
 def test_a_model_that_drafts_for_itself_is_always_right(
     tiny: Tiny, name: str, tree: str, given: str
 ) -> None:
-    model: Any = architectures.build(name) if name == "qwen3_next" else tiny(name)
+    model = assistant_of(tiny, name)
     check_same(model, {**drafts(tree=tree), "assistant_model": model}, **GIVEN[given], **GREEDY)
     stats = hf_spec.last_stats(model)
     # 10 tokens after the first one: chains of 8 draft tokens and a bonus.
@@ -58,14 +56,9 @@ def test_nodes_of_a_tree_are_as_the_assistant_alone(tiny: Tiny, name: str) -> No
     drafter: Any = method.make_drafter(tiny("llama"), method.parse_options({}), assistant)
     batch = [prompt(7)[0].tolist(), prompt(4, seed=1)[0].tolist()]
     state: Any = SimpleNamespace(
-        batch_size=2,
-        tokens=batch,
-        remaining=[9, 9],
-        timed=False,
-        do_sample=False,
-        target=SimpleNamespace(graphs=None),
-        prompt_part=3,
-    )
+        batch_size=2, tokens=batch, remaining=[9, 9], timed=False, do_sample=False,
+        target=SimpleNamespace(graphs=None), prompt_part=3,
+    )  # fmt: skip
     drafter.start(state)
     for step in range(2):
         drafter.catch_up(state)
@@ -101,14 +94,11 @@ def test_parts_of_a_prompt(tiny: Tiny, fresh: Tiny) -> None:
     assert widths[:3] == [4, 4, 4]  # the prompt and its first new token
 
 
-def test_compiled_and_continued(tiny: Tiny) -> None:
-    model = tiny("llama_tied")
-    spec = {**drafts(), "assistant_model": tiny("llama")}
-    first = model.generate(**ragged(), **GREEDY, **spec, **CAPTURED, return_dict_in_generate=True)
-    assert first.sequences.tolist() == plainly(model, **ragged(), **GREEDY).tolist()
-    ids = torch.cat([first.sequences, torch.full((3, 2), 9)], dim=1)
-    mask = torch.cat([ragged()["attention_mask"], torch.ones(3, NEW + 2, dtype=torch.long)], dim=1)
-    check_same(model, {**spec, CACHE: first[CACHE]}, ids, attention_mask=mask, **GREEDY)
+@pytest.mark.parametrize("way", [{}, CAPTURED], ids=["eager", "compiled"])
+def test_continued(tiny: Tiny, way: dict[str, Any]) -> None:
+    """The drafter has not seen what an earlier call has cached."""
+    spec = {**drafts(), "assistant_model": tiny("llama"), **way}
+    check_continued(tiny("llama_tied"), spec, **GREEDY)
 
 
 @pytest.mark.parametrize("size", [40, 64])
@@ -122,44 +112,35 @@ def test_vocabularies_of_other_padded_sizes(tiny: Tiny, fresh: Tiny, size: int) 
         assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
-def test_refused(tiny: Tiny, fresh: Tiny) -> None:
-    model, spec = tiny(), drafts()
-    with no_forward(model):
-        with pytest.raises(ValueError, match="draft_model' without assistant_model: give"):
-            model.generate(prompt(), **GREEDY, **spec)
-        with pytest.raises(ValueError, match="assistant_model='gpt2': give a loaded model"):
-            model.generate(prompt(), **GREEDY, **spec, assistant_model="gpt2")
-        with pytest.raises(ValueError, match="LlamaModel does not generate by itself.*import"):
-            model.generate(prompt(), **GREEDY, **spec, assistant_model=model.model)
-        with pytest.raises(
-            ValueError, match="assistant_model=LlamaForCausalLM with .*'prompt_lookup'.*itself"
-        ):
-            model.generate(
-                prompt(), **GREEDY, **drafting("prompt_lookup"), assistant_model=tiny("llama_tied")
-            )
-        other = fresh("llama")
-        other.config.bos_token_id = other.generation_config.bos_token_id = 7
-        with pytest.raises(ValueError, match=r"another tokenizer.*bos_token_id \[1\] and \[7\]"):
-            model.generate(prompt(), **GREEDY, **spec, assistant_model=other)
-        other = fresh("llama")
-        other.resize_token_embeddings(2000)
-        with pytest.raises(ValueError, match="61 and 2000 tokens.*same family"):
-            model.generate(prompt(), **GREEDY, **spec, assistant_model=other)
-        with pytest.raises(ValueError, match="xlstm|XLSTM|xLSTM"):
-            model.generate(prompt(), **GREEDY, **spec, assistant_model=architectures.build("xlstm"))
-        for own, others in ((None, "abc"), ("abc", "abd"), ("abc", "abcd")):
-            with pytest.raises(ValueError, match="assistant_tokenizer='Words'.*one tokenizer"):
-                model.generate(
-                    prompt(), **GREEDY, **spec, assistant_model=tiny("llama_tied"),
-                    tokenizer=own and Words(own), assistant_tokenizer=Words(others),
-                )  # fmt: skip
-
-
 class Words(list[str]):
     """What is asked of a tokenizer."""
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
         return [self[one] for one in ids]
+
+
+def test_refused(tiny: Tiny, fresh: Tiny) -> None:
+    model, spec, larger, other = tiny(), drafts(), fresh("llama"), fresh("llama")
+    larger.resize_token_embeddings(2000)
+    other.config.bos_token_id = other.generation_config.bos_token_id = 7
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "draft_model' without assistant_model: give"),
+        ({"assistant_model": "gpt2"}, "assistant_model='gpt2': give a loaded model"),
+        ({"assistant_model": model.model}, "LlamaModel does not generate by itself.*import"),
+        ({**drafting("prompt_lookup"), "assistant_model": tiny("llama_tied")},
+         "assistant_model=LlamaForCausalLM with .*'prompt_lookup'.*itself"),
+        ({"assistant_model": other}, r"another tokenizer.*bos_token_id \[1\] and \[7\]"),
+        ({"assistant_model": larger}, "61 and 2000 tokens.*same family"),
+        ({"assistant_model": architectures.build("xlstm")}, "xlstm|XLSTM|xLSTM"),
+    ]  # fmt: skip
+    for own, others in ((None, "abc"), ("abc", "abd"), ("abc", "abcd")):
+        given = {"tokenizer": own and Words(own), "assistant_tokenizer": Words(others)}
+        given["assistant_model"] = tiny("llama_tied")
+        cases.append((given, "assistant_tokenizer='Words'.*one tokenizer"))
+    with no_forward(model):
+        for given, message in cases:
+            with pytest.raises(ValueError, match=message):
+                model.generate(prompt(), **{**GREEDY, **spec, **given})
 
 
 def test_two_tokenizers_with_the_same_tokens(tiny: Tiny) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_same
+from conftest import check_continued, check_same, prompt, ragged
 from covering import covering
 from released_mtp import FAMILIES, checkpoint
 from running import CAPTURED, drafting
@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import hf_spec
-from modeling_patches.cache_name import CACHE
 
 pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
 
@@ -81,7 +80,7 @@ def test_chains_are_those_recorded(name: str) -> None:
 def test_nodes_of_a_tree_are_as_on_chains(name: str) -> None:
     """Two nodes of each level, of which the second goes on."""
     if name in BUILT:
-        ids, known = BATCH["input_ids"][:1], 6
+        ids, known = prompt(7), 6
         hidden = model_of(name).model(ids).last_hidden_state
     else:
         ids, hidden, (known, *_), _ = recorded(name)
@@ -106,13 +105,9 @@ def test_nodes_of_a_tree_are_as_on_chains(name: str) -> None:
         torch.testing.assert_close(logits[0, 0], found[level - 1], **CLOSE)
 
 
-BATCH = {
-    "input_ids": torch.tensor(
-        [[5, 9, 5, 9, 7, 5, 9], [0, 0, 0, 11, 4, 11, 4], [0, 0, 0, 0, 0, 0, 8]]
-    ),
-    "attention_mask": torch.tensor([[1] * 7, [0] * 3 + [1] * 4, [0] * 6 + [1]]),
-}
-GIVEN = {"row": {"input_ids": BATCH["input_ids"][:1]}, "batch": BATCH}
+#: Rows of other lengths, the last one of a token alone.
+BATCH = ragged((7, 4, 1))
+GIVEN = {"row": {"input_ids": prompt(7)}, "batch": BATCH}
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "always": (drafting("mtp"), {}),
     "chain": (drafting("mtp", tree="chain", lookup=True), {}),
@@ -146,11 +141,6 @@ def test_output_is_that_of_plain_generation(name: str, setting: str, given: str)
 @pytest.mark.parametrize("name", ["qwen3_next", "glm4_moe_2", *BUILT])
 def test_continued_cache(name: str) -> None:
     """The drafter has not seen what an earlier call has cached."""
-    model, settings = model_of(name), {"max_new_tokens": 8, "do_sample": False}
-    first = model.generate(**BATCH, **settings, **drafting("mtp"), return_dict_in_generate=True)
-    ids = torch.cat([first.sequences, torch.tensor([[5, 9], [6, 4], [8, 8]])], dim=1)
-    mask = torch.cat([BATCH["attention_mask"], torch.ones(3, 10, dtype=torch.long)], dim=1)
-    check_same(
-        model, {**drafting("mtp"), CACHE: first[CACHE]}, ids, attention_mask=mask, **settings
-    )
+    model = model_of(name)
+    check_continued(model, drafting("mtp"), **BATCH, max_new_tokens=8)
     assert hf_spec.last_stats(model).num_drafted_tokens > 0

@@ -11,11 +11,17 @@ from hf_spec.decoding.strategy import resolve
 from hf_spec.drafting.options import DraftOptions, changed, key_of
 from hf_spec.drafting.static_trees import drafted_depth, static_tree
 from hf_spec.methods.registry import get_method, methods
+from hf_spec.tools.bench.contenders import contenders, parse_names
 
-WHOLE = "must be a whole number"
+#: Options that methods have no use for.
+UNUSED = {
+    "plain": "tree num_draft_tokens max_depth lookup lookup_history acceptance",
+    "prompt_lookup": "tree num_draft_tokens lookup",
+    "layer_skip": "tree num_draft_tokens max_depth",
+}
 FIXED = {"draft_exit": "fixed"}
-STRAIGHT = {"tree": "straightforward"}
-PRUNE = {"prune": True}
+ONLINE = {"tree": "online"}
+BITA = {"prune": True, "drafter": "bita"}
 #: Strategy, options, and what the error says. The contract test has values of the wrong type.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # names
@@ -23,49 +29,34 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("medusa", {"num_draft_token": 3}, r"'num_draft_token' \(did you mean 'num_draft_tokens'\?\)"),
     ("medusa", {"tree": "adaptiv"}, r"tree='adaptiv' \(did you mean 'adaptive'\?\): choose"),
     ("medusa", {"drafting": "alway"}, r"='alway' \(did you mean 'always'\?\): choose one of auto"),
-    ("medusa", {"fallback": False}, "'medusa' has no option 'fallback'; .* drafting"),
     ("layer_skip", {"skip": [1]}, "'layer_skip' has no option 'skip' .*skip_attention"),
-    (
-        "prompt_lookup",
-        {"ngram": 2},
-        "has no option 'ngram' .*; its options are acceptance, drafting",
-    ),
-    # of no use
-    ("prompt_lookup", {"tree": "adaptive"}, "'prompt_lookup' has no option 'tree'"),
-    ("prompt_lookup", {"num_draft_tokens": 8}, "has no option 'num_draft_tokens'; .* max_nodes"),
-    ("prompt_lookup", {"lookup": True}, "'prompt_lookup' has no option 'lookup'"),
-    ("layer_skip", {"tree": "chain"}, "'layer_skip' has no option 'tree'"),
-    ("layer_skip", {"num_draft_tokens": 8}, "'layer_skip' has no option 'num_draft_tokens'"),
-    ("layer_skip", {"max_depth": 8}, "'layer_skip' has no option 'max_depth' .*; .* max_draft"),
+    ("prompt_lookup", {"ngram": 2}, "no option 'ngram' .*; its options are acceptance, drafting"),
+    *((strategy, {name: 1}, f"{strategy!r} has no option {name!r}")
+      for strategy, names in UNUSED.items() for name in names.split()),
     # tree
     ("medusa", {"tree": "round"}, "tree='round': choose one of adaptive, sparse, chain, or give"),
     ("medusa", {"tree": [[0, 0]]}, "parent .* missing"),
-    ("medusa", {"tree": 3}, "tree=3: choose one of"),
     ("propd", {"tree": "round"}, "choose one of adaptive, sparse, chain, online, or give"),
     ("bita", {"tree": "round"}, "one of adaptive, efficient, full, chain, straightforward, or"),
     ("ppd", {"tree": "full"}, "tree='full': choose one of adaptive, static, chain, dynamic, or"),
-    ("space", {"tree": "online"}, "tree='online': choose one of adaptive, chain, or give"),
+    ("space", ONLINE, "tree='online': choose one of adaptive, chain, or give"),
     ("eagle3", {"tree": [[0]]}, r"tree=\[\[0\]\]: choose one of adaptive, chain\."),
     ("mtp", {"tree": "full"}, r"tree='full': choose one of adaptive, chain\."),
     # size
-    ("bita", {"num_draft_tokens": 0}, f"num_draft_tokens=0: {WHOLE} from 1 to 1024"),
+    ("bita", {"num_draft_tokens": 0}, "num_draft_tokens=0: must be a whole number from 1 to 1024"),
     ("ppd", {"tree": "static", "num_draft_tokens": 3}, "=3 with tree='static'.*tree='adaptive'"),
-    ("propd", {"tree": "online", "num_draft_tokens": 3}, "num_draft_tokens=3 with tree="),
+    ("propd", {**ONLINE, "num_draft_tokens": 3}, "num_draft_tokens=3 with tree="),
     ("ppd", {"tree": "dynamic", "max_depth": 2}, "max_depth=2 with tree='dynamic'"),
-    ("bita", {"tree": "efficient", "top_k": 10**7}, f"top_k=10000000: {WHOLE} from 1 to 1024"),
+    ("bita", {"tree": "efficient", "top_k": 10**7}, "top_k=10000000: must be a whole .* to 1024"),
     ("bita", {"top_k": 2}, "top_k=2 with tree=.*: it belongs to tree='efficient' or 'full'"),
-    # lookup, drafting
-    ("layer_skip", {"lookup": "yes"}, "lookup='yes': choose one of auto, True, False"),
-    ("bita", {**STRAIGHT, "lookup": True}, "lookup=True with .*tree='chain'"),
-    ("medusa", {"drafting": True}, "drafting=True: choose one of auto, always"),
-    # acceptance
+    # lookup, acceptance
+    ("bita", {"tree": "straightforward", "lookup": True}, "lookup=True with .*tree='chain'"),
     ("prompt_lookup", {"acceptance": "rejection"}, "='rejection': .*Use acceptance='match'"),
     ("propd", {"acceptance": "rejection"}, "='rejection': draft tokens of 'propd' are not sampled"),
     ("space", {"acceptance": "rejection", "num_draft_tokens": 3}, "tree='adaptive', whose"),
     ("medusa", {"typical_epsilon": 0.0}, r"typical_epsilon=0.0: must be a number in \(0.0, 1.0\]"),
     ("medusa", {"typical_delta": 0.5}, "typical_delta=0.5 with acceptance='match'.*='typical'"),
     # prompt_lookup
-    ("prompt_lookup", {"min_ngram": 1.5}, f"min_ngram=1.5: {WHOLE}"),
     ("prompt_lookup", {"min_ngram": 3, "max_ngram": 2}, "min_ngram=3 is above max_ngram=2: lower"),
     ("prompt_lookup", {"min_probability": 1.5}, r"min_probability=1.5: must be a number in \[0.0"),
     # layer_skip
@@ -75,32 +66,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("layer_skip", {"skip_attention": 3}, "skip_attention=3: must be a list of layers"),
     ("layer_skip", {"skip_mlp": [1, -1]}, r"skip_mlp=\[1, -1\]: must name each layer once"),
     # propd
-    ("propd", {"prune": "auto"}, "prune='auto': must be True or False"),
     ("propd", {"prune_top_k": 9}, "prune_top_k=9 with prune=False.*prune=True. Give that"),
     ("propd", {"drafter": "medusa"}, "drafter='medusa' with prune=False.*prune=True. Give that"),
-    ("propd", {"tree": "online", "hit_alpha": 2}, "hit_alpha=2: must be a number in .0.0, 1.0"),
-    ("propd", {"tree": "online", "hit_ranks": 0}, "hit_ranks=0: must be a whole number from 1"),
+    ("propd", {**ONLINE, "hit_alpha": 2}, "hit_alpha=2: must be a number in .0.0, 1.0"),
+    ("propd", {**ONLINE, "hit_ranks": 0}, "hit_ranks=0: must be a whole number from 1"),
     ("propd", {"hit_ranks": 8}, "belongs to tree='online'. Give that, or leave hit_ranks out."),
-    (
-        "propd",
-        {**PRUNE, "drafter": "propd"},
-        "drafter='propd': give 'heads', or the name of another",
-    ),
-    ("propd", {**PRUNE, "drafter": "medusas"}, "strategy='medusas' .did you mean 'medusa'"),
-    ("propd", {**PRUNE, "drafter": "layer_skip"}, "drafter='layer_skip' runs the model to draft"),
+    ("propd", {**BITA, "drafter": "propd"}, "drafter='propd': give 'heads', or the name of"),
+    ("propd", {**BITA, "drafter": "medusas"}, "strategy='medusas' .did you mean 'medusa'"),
+    ("propd", {**BITA, "drafter": "layer_skip"}, "drafter='layer_skip' runs the model to draft"),
     ("propd", {"drafter_kwargs": {"tree": "chain"}}, "with the adapter's own heads"),
-    ("propd", {**PRUNE, "drafter": "bita", "tree": "chain"}, "tree='chain' with drafter='bita'"),
-    (
-        "propd",
-        {**PRUNE, "drafter": "bita", "drafter_kwargs": {"depth": 1}},
-        "'bita' has no option 'depth'",
-    ),
-    (
-        "propd",
-        {**PRUNE, "drafter": "bita", "drafter_kwargs": {"lookup": True}},
-        "'lookup' is an option of",
-    ),
-]
+    ("propd", {**BITA, "tree": "chain"}, "tree='chain' with drafter='bita'"),
+    ("propd", {**BITA, "drafter_kwargs": {"depth": 1}}, "'bita' has no option 'depth'"),
+    ("propd", {**BITA, "drafter_kwargs": {"lookup": True}}, "'lookup' is an option of"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("strategy", "options", "message"), REFUSED)
@@ -146,12 +124,6 @@ def test_the_papers_trees() -> None:
     assert sparse.max_depth == 4 and sparse.num_draft_tokens == 15
     with pytest.raises(ValueError, match="a tree with more than 1024 draft tokens"):
         tree_of("bita", 8, tree="full", top_k=1000)  # it would have 10**24: it is never made
-    with pytest.raises(
-        ValueError, match="max_depth=4: .* from 1 to 3. The adapter predicts no more"
-    ):
-        tree_of("medusa", 3, tree="chain", max_depth=4)
-    with pytest.raises(ValueError, match="paths of 2 ranks, 1 future tokens are drafted"):
-        tree_of("medusa", 1, tree=[[0], [0, 0]])
 
 
 @pytest.mark.parametrize(
@@ -184,12 +156,14 @@ def test_options_that_ask_for_the_same_have_one_key() -> None:
     assert changed(parse({"tree": ((0,), (1,)), "max_depth": None})) == {"tree": [[0], [1]]}
     keys = {key_of(parse(one)) for one in ({}, {"lookup": False}, {"tree": "chain"})}
     assert len(keys) == 3
-    around = get_method("propd").parse_options(
-        {"drafter": "bita", "prune": True, "drafter_kwargs": {}}
-    )
-    assert changed(around) == {"drafter": "bita", "prune": True}
+    assert changed(get_method("propd").parse_options({**BITA, "drafter_kwargs": {}})) == BITA
 
 
 @pytest.mark.parametrize("name", methods())
 def test_defaults_are_valid(name: str) -> None:
     assert changed(get_method(name).parse_options(None)) == {}
+
+
+def test_plain_is_another_contender_than_generate() -> None:
+    names = parse_names("plain,generate,prompt_lookup")
+    assert [one.name for one in contenders(names)] == ["plain", "prompt_lookup"]
