@@ -74,13 +74,9 @@ def _experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"{stem}.{number}.{key}.weight", value.contiguous()
 
 
-def checkpoint(model_type: str, folder: Path) -> tuple[Any, dict[str, Tensor], MtpLayers]:
-    """A tiny random model that was loaded from a folder.
-
-    Returns:
-        The model, and of its layers for multi-token prediction the tensors by their names there and
-        the layer.
-    """
+def checkpoint(model_type: str, folder: Path) -> tuple[Any, MtpLayers]:
+    """A tiny random model that was loaded from a folder, and its layers for multi-token prediction,
+    which the folder has."""
     model: Any = copy.deepcopy(architectures.build(model_type))
     ernie = FAMILIES[model_type] == "ernie"
     if ernie:
@@ -89,8 +85,12 @@ def checkpoint(model_type: str, folder: Path) -> tuple[Any, dict[str, Tensor], M
     made = random_layers(model, torch.device("cpu"), torch.float32, sparse=not ernie)
     if ernie:
         made.layers[0].post_norm.weight = model.model.norm.weight
-    stored = released(model_type, made.layers[0])
+    add_tensors(model, folder, released(model_type, made.layers[0]))
+    return model, made
+
+
+def add_tensors(model: Any, folder: Path, more: dict[str, Tensor]) -> None:
+    """Put tensors into a checkpoint of one file, and let the model be loaded from it."""
     tensors = load_file(folder / SINGLE)
-    save_file({**tensors, **stored}, folder / SINGLE, metadata={"format": "pt"})
+    save_file({**tensors, **more}, folder / SINGLE, metadata={"format": "pt"})
     model.config.name_or_path = model.name_or_path = str(folder)
-    return model, stored, made

@@ -11,12 +11,13 @@ import pytest
 import torch
 from conftest import check_same, prompt
 from random_mtp import random_layers
-from released_mtp import released
+from released_mtp import add_tensors, checkpoint, released
 from running import drafting
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from step_by_hand import chain, commit, started
-from test_mtp import BUILT, CLOSE, model_of
+from test_mtp import CLOSE, model_of
 from torch import Tensor
+from torch.nn import functional
 
 import hf_spec
 from hf_spec.methods.mtp.weights import SINGLE, mtp_layers
@@ -31,25 +32,28 @@ def norm(value: Tensor, weight: Tensor, eps: float) -> Tensor:
     return value * (value.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
-def attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention of ``(n, heads, dim)`` each, as ``(n, heads * dim)``."""
-    count, _, dim = queries.shape
-    scores = torch.einsum("qhd,khd->hqk", queries, keys) / dim**0.5
-    scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).flatten(1)
+def attention(
+    inputs: Tensor, heads: int, dim: int, of: Callable[[str], Tensor],
+    rotated: Callable[[Tensor], Tensor] = lambda rows: rows,
+) -> Tensor:  # fmt: skip
+    """Causal, of ``(n, hidden)`` inputs, with these weights."""
+    queries, keys, values = (
+        (inputs @ of(f"{one}_proj").T).unflatten(-1, (-1, dim)) for one in "qkv"
+    )
+    groups, later = heads // keys.shape[1], torch.ones(len(inputs), len(inputs)).triu(1).bool()
+    keys, values = (one.repeat_interleave(groups, 1) for one in (rotated(keys), values))
+    scores = torch.einsum("qhd,khd->hqk", rotated(queries), keys) / dim**0.5
+    chances = scores.masked_fill(later, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", chances, values).flatten(1) @ of("o_proj").T
 
 
-def nemotron(config: Any, of: Callable[[str], Tensor], embeddings: Tensor, rows: Tensor) -> Tensor:
+def nemotron(model: Any, of: Callable[[str], Tensor], embeddings: Tensor, rows: Tensor) -> Tensor:
     """Attention without rotations, then experts: two layers of the checkpoint."""
-    eps, dim = config.layer_norm_epsilon, config.head_dim
+    config, eps = model.config, model.config.layer_norm_epsilon
     joined = [norm(embeddings, of("0.enorm"), eps), norm(rows, of("0.hnorm"), eps)]
     hidden = torch.cat(joined, -1) @ of("0.eh_proj").T
     inputs, heads = norm(hidden, of("0.norm"), eps), config.num_attention_heads
-    queries, keys, values = (
-        (inputs @ of(f"0.mixer.{one}_proj").T).unflatten(-1, (-1, dim)) for one in "qkv"
-    )
-    keys, values = (one.repeat_interleave(heads // one.shape[1], 1) for one in (keys, values))
-    hidden = hidden + attended(queries, keys, values) @ of("0.mixer.o_proj").T
+    hidden = hidden + attention(inputs, heads, config.head_dim, lambda x: of(f"0.mixer.{x}"))
 
     def expert(name: str, row: Tensor) -> Tensor:
         return of(f"1.mixer.{name}.down_proj") @ (of(f"1.mixer.{name}.up_proj") @ row).relu() ** 2
@@ -65,16 +69,32 @@ def nemotron(config: Any, of: Callable[[str], Tensor], embeddings: Tensor, rows:
     return norm(hidden + torch.stack(found), of("1.final_layernorm"), eps)
 
 
-def outputs(name: str, tokens: Tensor, rows: Tensor) -> Tensor:
-    """``(n, hidden)`` what the layer makes of these tokens and the states before them."""
-    model = model_of(name)
-    stored = load_file(Path(model.name_or_path) / SINGLE)
+def ernie(model: Any, of: Callable[[str], Tensor], embeddings: Tensor, rows: Tensor) -> Tensor:
+    """In a model of experts a dense layer with interleaved rotations, and the model's own norm."""
+    config, eps = model.config, model.config.rms_norm_eps
+    joined = [norm(embeddings, of("emb_norm.0"), eps), norm(rows, of("hidden_norm.0"), eps)]
+    hidden, heads = torch.cat(joined, -1) @ of("linear_proj.0").T, config.num_attention_heads
+    dim = config.hidden_size // heads
+    theta = config.rope_parameters["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
+    turns = torch.polar(torch.ones(()), torch.arange(len(rows))[:, None] * theta)[:, None]
 
-    def of(tensor: str) -> Tensor:
-        whole = f"mtp.layers.{tensor}"
-        return stored.get(f"{whole}.weight", stored.get(whole))  # type: ignore[return-value]
+    def rotated(one: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(one.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * turns).flatten(-2)
 
-    return nemotron(model.config, of, model.get_input_embeddings()(tokens), rows)
+    def block(name: str) -> Tensor:
+        return of(f"block.0.{name}")
+
+    inputs = norm(hidden, block("input_layernorm"), eps)
+    hidden = hidden + attention(inputs, heads, dim, lambda x: block(f"self_attn.{x}"), rotated)
+    inputs = norm(hidden, block("post_attention_layernorm"), eps)
+    gate, up = (inputs @ block(f"mlp.{one}_proj").T for one in ("gate", "up"))
+    hidden = hidden + (functional.silu(gate) * up) @ block("mlp.down_proj").T
+    return norm(hidden, model.model.norm.weight, eps)
+
+
+#: By type: the formula, and how names of its tensors begin.
+FORMULAS = {"nemotron_h": (nemotron, "mtp.layers."), "ernie4_5_moe": (ernie, "model.mtp_")}
 
 
 def logits_of(name: str, ids: Tensor, drafted: list[int]) -> Tensor:
@@ -85,16 +105,21 @@ def logits_of(name: str, ids: Tensor, drafted: list[int]) -> Tensor:
         ids: ``(known,)`` of which the base has states of all but the last.
     """
     model, found = model_of(name), list[Tensor]()
+    stored, (formula, start) = load_file(Path(model.name_or_path) / SINGLE), FORMULAS[name]
+
+    def of(name: str) -> Tensor:
+        return stored.get(f"{start}{name}.weight", stored.get(f"{start}{name}"))  # type: ignore
+
     rows, tokens = model.model(ids[None]).last_hidden_state[0, :-1], ids[1:]
     for token in (*drafted, 0):
-        made = outputs(name, tokens, rows)
+        made = formula(model, of, model.get_input_embeddings()(tokens), rows)
         found.append(model.lm_head(made[-1]))
         tokens = torch.cat([tokens, torch.tensor([token])])
         rows = torch.cat([rows, made[-1:]])
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", FORMULAS)
 @torch.no_grad()
 def test_chains_are_those_of_the_formulas(name: str) -> None:
     """Also after drafts of which none, some or all were accepted, in a batch whose second row is a
@@ -123,9 +148,7 @@ def test_two_pairs(tmp_path: Path) -> None:
         start, _, rest = name.removeprefix("mtp.layers.").partition(".")
         stored[f"mtp.layers.{int(start) + 2}.{rest}"] = tensor
     assert {name.split(".")[2] for name in stored} == {*"0123"}
-    tensors = load_file(tmp_path / SINGLE)
-    save_file({**tensors, **stored}, tmp_path / SINGLE, metadata={"format": "pt"})
-    model.config.name_or_path = str(tmp_path)
+    add_tensors(model, tmp_path, stored)
     for name, tensor in mtp_layers(model).layers.state_dict().items():
         assert torch.equal(tensor, made.layers.state_dict()[name]), name
     check_same(model, drafting("mtp"), prompt(9), max_new_tokens=12, do_sample=False)
@@ -158,18 +181,14 @@ def test_half_precision() -> None:
 )  # fmt: skip
 def test_other_pairs_are_refused(changes: dict[str, Any], message: str) -> None:
     model = copy.deepcopy(model_of("nemotron_h"))
-    for name, value in changes.items():
-        setattr(model.config, name, value)
+    vars(model.config).update(changes)
     with pytest.raises(ValueError, match=message):
         model.generate(prompt(5), max_new_tokens=4, assistant_strategy="mtp")
 
 
 def test_a_narrower_layer_is_refused(tmp_path: Path) -> None:
     """vLLM's `mtp_bottleneck_hidden_size`, with a projection behind the layer."""
-    model = copy.deepcopy(model_of("nemotron_h"))
-    tensors = load_file(Path(model.name_or_path) / SINGLE)
-    tensors["mtp.layers.1.he_proj.weight"] = torch.zeros(32, 16)
-    save_file(tensors, tmp_path / SINGLE, metadata={"format": "pt"})
-    model.config.name_or_path = str(tmp_path)
+    model, _ = checkpoint("nemotron_h", tmp_path)
+    add_tensors(model, tmp_path, {"mtp.layers.1.he_proj.weight": torch.zeros(32, 16)})
     with pytest.raises(ValueError, match="unknown tensor 'mtp.layers.1.he_proj.weight'"):
         model.generate(prompt(5), max_new_tokens=4, assistant_strategy="mtp")

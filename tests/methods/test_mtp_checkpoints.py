@@ -12,12 +12,10 @@ import pytest
 import torch
 from conftest import check_same, prompt
 from released import Files, check_refused, imported
-from released_mtp import FAMILIES, checkpoint
+from released_mtp import FAMILIES, add_tensors, checkpoint
 from running import drafting, no_forward
 from safetensors.torch import load_file, save_file
 from test_mtp import FIXTURES, model_of
-from test_mtp_blocks import attended, norm
-from transformers import DynamicCache
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -77,14 +75,6 @@ def one_file(folder: Path) -> None:
         file.unlink()
     (folder / INDEX).unlink()
     save_file(tensors, folder / SINGLE)
-
-
-def test_one_file_with_all_tensors(tmp_path: Path) -> None:
-    model = loaded(tmp_path / "a")
-    one_file(tmp_path / "a")
-    expected = mtp_layers(model_of("qwen3")).state_dict()
-    for name, tensor in mtp_layers(model).state_dict().items():
-        assert torch.equal(tensor, expected[name])
 
 
 def test_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +145,7 @@ def test_models_without_such_layers(tmp_path: Path) -> None:
 def test_types_that_are_not_supported(tmp_path: Path) -> None:
     model: Any = copy.deepcopy(architectures.build("gpt2"))
     model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / SINGLE)
-    save_file({**tensors, "mtp.fc.weight": torch.zeros(32, 64)}, tmp_path / SINGLE)
-    model.config.name_or_path = str(tmp_path)
+    add_tensors(model, tmp_path, {"mtp.fc.weight": torch.zeros(32, 64)})
     assert "GPT2LMHeadModel: its decoder layers (GPT2Block) do not have" in refused(model)
 
 
@@ -178,8 +166,8 @@ def test_layers_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FC = "mtp.fc.weight"
 EIGHT_BITS = {FC: torch.zeros(64, 128).to(torch.float8_e4m3fn)}
-#: Tensors that are put into the file, or taken out of it, and what the error says of it.
-BAD: list[tuple[dict[str, torch.Tensor | None], str]] = [
+#: What is wrong: tensors that are put into the file, or taken out of it, or the folder.
+BAD: list[tuple[dict[str, torch.Tensor | None] | Callable[[Path], Any], str]] = [
     ({"mtp.linear.weight": torch.zeros(64, 128), FC: None},
      "under names that are known, but 'mtp.layers.0."),
     ({"mtp.layers.0.mlp.up_proj.weight": None}, "no tensor '0.mtp_block.mlp.up_proj.weight'"),
@@ -192,18 +180,28 @@ BAD: list[tuple[dict[str, torch.Tensor | None], str]] = [
     ({**EIGHT_BITS, f"{FC}_scale_inv": torch.ones(2, 1)}, f"'{FC}_scale_inv' has shape (2, 1)"),
     ({FC: torch.zeros(64, 128).to(torch.int8)},
      "'mtp.fc.weight' is stored as I8; layers for multi-token prediction are read from BF16"),
+    (lambda folder: (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-100]),
+     f"{SECOND}' is no safetensors file, or was cut off"),
+    (lambda folder: (folder / SECOND).unlink(), f"has no '{SECOND}', which {INDEX} names"),
+    (lambda folder: (folder / INDEX).write_text("{}"), f"{INDEX}' has no weight_map"),
+    (lambda folder: (folder / INDEX).write_text("[1"), f"{INDEX}' is not JSON"),
+    (lambda folder: (folder / INDEX).write_text(
+        (folder / INDEX).read_text().replace(SECOND, f"../{SECOND}")),
+     f"names '../{SECOND}', which is no file beside it"),
+    (lambda folder: (folder / INDEX).rename(folder / "pytorch_model.bin.index.json"),
+     "safetensors only, never from a pickle"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "message"), BAD)
-def test_bad_tensors(tmp_path: Path, given: dict[str, torch.Tensor | None], message: str) -> None:
+@pytest.mark.parametrize(("damage", "message"), BAD)
+def test_bad_checkpoints(tmp_path: Path, damage: Any, message: str) -> None:
     def edit(tensors: Tensors) -> None:
-        for name, tensor in given.items():
+        for name, tensor in damage.items():
             tensors.pop(name, None)
             tensors.update({} if tensor is None else {name: tensor})
 
     model = loaded(tmp_path / "a")
-    change(tmp_path / "a", edit)
+    damage(tmp_path / "a") if callable(damage) else change(tmp_path / "a", edit)
     found = refused(model)
     assert message in found and str(tmp_path / "a") in found
     assert refused(model) == found  # nothing half-read is kept
@@ -216,38 +214,13 @@ def test_experts_of_another_number(tmp_path: Path) -> None:
     assert "'1.mtp_block.mlp.experts.down_proj' has shape (3, 32, 8)" in refused(model)
 
 
-def test_bad_files(tmp_path: Path) -> None:
-    def cut(folder: Path) -> None:
-        (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-100])
-
-    def pickled(folder: Path) -> None:
-        (folder / INDEX).rename(folder / "pytorch_model.bin.index.json")
-
-    def outside(folder: Path) -> None:
-        text = (folder / INDEX).read_text()
-        (folder / INDEX).write_text(text.replace(SECOND, f"../{SECOND}"))
-
-    cases: list[tuple[Callable[[Path], Any], str]] = [
-        (cut, f"{SECOND}' is no safetensors file, or was cut off"),
-        (lambda folder: (folder / SECOND).unlink(), f"has no '{SECOND}', which {INDEX} names"),
-        (lambda folder: (folder / INDEX).write_text("{}"), f"{INDEX}' has no weight_map"),
-        (lambda folder: (folder / INDEX).write_text("[1"), f"{INDEX}' is not JSON"),
-        (outside, f"names '../{SECOND}', which is no file beside it"),
-        (pickled, "safetensors only, never from a pickle"),
-    ]
-    for number, (damage, message) in enumerate(cases):
-        model = loaded(tmp_path / str(number))
-        damage(tmp_path / str(number))
-        assert message in refused(model)
-
-
 # -- families ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_families(tmp_path: Path, model_type: str) -> None:
     """Random layers under their released names, experts one by one: read, and they draft."""
-    model, _, made = checkpoint(model_type, tmp_path)
+    model, made = checkpoint(model_type, tmp_path)
     for name, tensor in mtp_layers(model).layers.state_dict().items():
         assert torch.equal(tensor, made.layers.state_dict()[name]), name
     ids = prompt(9)
@@ -255,55 +228,10 @@ def test_families(tmp_path: Path, model_type: str) -> None:
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
-def ernie_reference(model: Any, stored: Tensors, ids: torch.Tensor) -> torch.Tensor:
-    """``(n - 1, vocab)`` logits of the tokens two behind each one, by plain formulas: one dense
-    layer with interleaved rotations, and the model's final norm."""
-    config, functional = model.config, torch.nn.functional
-    eps, dim = config.rms_norm_eps, config.hidden_size // config.num_attention_heads
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-
-    def of(name: str) -> torch.Tensor:
-        return stored[f"model.mtp_{name}.weight"]
-
-    final = model.model(ids[None]).last_hidden_state[0, :-1]
-    embeddings = model.model.embed_tokens(ids)[1:]
-    joined = [norm(embeddings, of("emb_norm.0"), eps), norm(final, of("hidden_norm.0"), eps)]
-    hidden = torch.cat(joined, -1) @ of("linear_proj.0").T
-    count, block = len(hidden), "block.0."
-    inputs = norm(hidden, of(f"{block}input_layernorm"), eps)
-    theta = config.rope_parameters["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
-    turns = torch.polar(torch.ones(()), torch.arange(count)[:, None] * theta)[:, None]
-
-    def projected(name: str, number: int) -> torch.Tensor:
-        made = (inputs @ of(f"{block}self_attn.{name}_proj").T).view(count, number, dim)
-        if name == "v":
-            return made
-        pairs = torch.view_as_complex(made.unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(pairs * turns).flatten(-2)
-
-    queries = projected("q", heads)
-    keys, values = (projected(one, groups).repeat_interleave(heads // groups, 1) for one in "kv")
-    hidden = hidden + attended(queries, keys, values) @ of(f"{block}self_attn.o_proj").T
-    inputs = norm(hidden, of(f"{block}post_attention_layernorm"), eps)
-    gate, up = (inputs @ of(f"{block}mlp.{one}_proj").T for one in ("gate", "up"))
-    hidden = hidden + (functional.silu(gate) * up) @ of(f"{block}mlp.down_proj").T
-    return model.lm_head(norm(hidden, model.model.norm.weight, eps))
-
-
-@torch.no_grad()
-def test_ernie(tmp_path: Path) -> None:
-    """A dense layer in a model of experts, whose norm is the model's final one."""
-    model, stored, _ = checkpoint("ernie4_5_moe", tmp_path)
-    layers, ids = mtp_layers(model), prompt(9)[0]
-    final = model.model(ids[None]).last_hidden_state[:, :-1]
-    positions = torch.arange(final.shape[1])[None]
-    seen = (positions <= positions.mT)[None, None]
-    found = layers.run(
-        0, model.model.embed_tokens(ids)[None, 1:], final, positions, seen, DynamicCache()
-    )  # fmt: skip
-    expected = ernie_reference(model, stored, ids)
-    # Sums in other orders.
-    torch.testing.assert_close(model.lm_head(found[0]), expected, rtol=1e-4, atol=1e-4)
+def test_a_layer_with_the_models_norm(tmp_path: Path) -> None:
+    """Another norm of the model is the layer's, too."""
+    model, _ = checkpoint("ernie4_5_moe", tmp_path)
+    mtp_layers(model)
     state = model.state_dict()
     model.load_state_dict(state | {"model.norm.weight": 2 * state["model.norm.weight"]})
     assert torch.equal(mtp_layers(model).layers[0].post_norm.weight, model.model.norm.weight)
