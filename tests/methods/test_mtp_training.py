@@ -4,18 +4,19 @@ import copy
 import json
 import math
 from functools import cache
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapter_oracle import batch_of
 from datasets import Dataset
 from peft import get_peft_model
 from running import drafting
 from safetensors.torch import load_file
-from test_mtp import BUILT, model_of
+from test_mtp import model_of
 from torch import Tensor, nn
+from torch.nn import functional
 from trained import SETTINGS, history, record, same
 from transformers import DynamicCache, Trainer, TrainerCallback
 
@@ -26,7 +27,6 @@ from hf_spec.decoding.auto import choose
 from hf_spec.drafting.losses import LIKELIEST
 from hf_spec.methods.mtp import MtpConfig, loss, weights
 from hf_spec.methods.mtp.weights import mtp_layers
-from hf_spec.tools.training.anchors import AnswerDataset, collate
 from hf_spec.tools.training.evaluation import EvalDecoding
 from hf_spec.tools.training.train import train
 
@@ -95,13 +95,11 @@ def naive_logits(model: Any, adapter: Any, ids: Tensor, anchor: int, steps: int)
 @pytest.mark.parametrize(
     ("name", "kind", "decay"),
     [
-        *zip(
-            ["qwen3", "glm4_moe_2", "mellum", "qwen3_next", *BUILT],
-            cycle(["distillation", "hard"]),
-            [None, 0.7, 0.7, None, None],
-        )
+        ("qwen3", "distillation", None), ("glm4_moe_2", "hard", 0.7),
+        ("mellum", "distillation", 0.7), ("qwen3_next", "hard", None),
+        ("nemotron_h", "distillation", None),
     ],
-)
+)  # fmt: skip
 def test_loss_and_gradients_are_those_of_chains_run_one_by_one(
     name: str, kind: str, decay: float | None
 ) -> None:
@@ -113,11 +111,9 @@ def test_loss_and_gradients_are_those_of_chains_run_one_by_one(
     config = MtpConfig(ttt_steps=steps, decay=decay, loss=kind)
     get_peft_model(base, config)
     adapter: Any = find_active(base, "MTP")
-    data = AnswerDataset(answers(name).select([0, 1]), num_anchors=4, max_length=64, seed=0)
-    rows = [data[0], data[1]]
-    rows[1] = {key: value[:18] if key != "anchors" else value for key, value in rows[1].items()}
-    batch: Any = collate(rows)
-    batch["anchors"][1] = torch.tensor([4, 9, 14, 15])[: batch["anchors"].shape[1]]
+    one, two = (tuple(answers(name)[row].values()) for row in (0, 1))
+    batch: Any = batch_of([one, (two[0], two[1][:14])], 4)
+    batch["anchors"][1] = torch.tensor([4, 9, 14, 15])
     own = loss(base, adapter, TrainingBatch(**batch))["loss"]
     trained = [one for one in adapter.parameters() if one.requires_grad]
     gradients = torch.autograd.grad(own, trained, allow_unused=True)
@@ -132,20 +128,15 @@ def test_loss_and_gradients_are_those_of_chains_run_one_by_one(
         sums, counts = torch.zeros(steps), torch.zeros(steps)
         for anchor in batch["anchors"][row].tolist():
             most = min(steps, length - 2 - anchor)
-            found = naive_logits(base.eval(), adapter, ids, anchor, max(most, 0))
-            wanted = labels[anchor + 2 : anchor + 2 + most]
-            losses = torch.zeros(most)
-            for step in range(most):
-                chances, tokens = of_base[anchor + 1 + step].softmax(-1).topk(LIKELIEST)
-                log = found[step].log_softmax(-1)
-                if kind == "distillation":
-                    losses[step] = (chances * (chances.log() - log[tokens])).sum()
-                else:
-                    losses[step] = -log[wanted[step]]
-            shares = naive_weights(losses, decay)
-            for step in range(most):
-                sums[step] = sums[step] + shares[step] * losses[step]
-                counts[step] += 1
+            log = naive_logits(base.eval(), adapter, ids, anchor, most).log_softmax(-1)
+            if kind == "distillation":
+                chances, tokens = of_base[anchor + 1 :][:most].softmax(-1).topk(LIKELIEST)
+                losses = (chances * (chances.log() - log.gather(1, tokens))).sum(1)
+            else:
+                losses = -log.gather(1, labels[anchor + 2 :][:most, None])[:, 0]
+            parts = torch.tensor(naive_weights(losses, decay)) * losses
+            sums = sums + functional.pad(parts, (0, steps - most))
+            counts[:most] += 1
         total = total + (sums / counts.clamp(min=1)).sum() / 2
     torch.testing.assert_close(own, total, rtol=1e-5, atol=1e-6)
     expected = torch.autograd.grad(total, trained, allow_unused=True)
@@ -210,9 +201,8 @@ def test_the_adapter_is_whole_and_no_larger(learned: tuple[str, Path]) -> None:
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
     layers = mtp_layers(model_of(name)).layers.state_dict()
     stored = load_file(folder / WEIGHTS)
-    assert sum(one.numel() for one in stored.values()) == sum(
-        one.numel() for one in layers.values()
-    )
+    sizes = [sum(one.numel() for one in some.values()) for some in (stored, layers)]
+    assert sizes[0] == sizes[1]
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == model_of(name).name_or_path
     assert config["num_layers"] == len(mtp_layers(model_of(name)).layers)
