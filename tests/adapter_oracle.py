@@ -97,6 +97,15 @@ def batch_of(rows: list[tuple[list[int], list[int]]], num_anchors: int) -> dict[
     return collate([dataset[index] for index in range(len(data))])
 
 
+def random_answers(count: int, length: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts of 6 tokens, and what follows up to that length; each text is longer by one."""
+    generator, rows = torch.Generator().manual_seed(5), []
+    for index in range(count):
+        ids = torch.randint(3, 61, (length + index,), generator=generator).tolist()
+        rows.append((ids[:6], ids[6:]))
+    return rows
+
+
 def two_answers() -> dict[str, Tensor]:
     """A training batch; the second sequence is padded, and an anchor is in a prompt."""
     ids, mask = prompt(12, 2), torch.ones(2, 12, dtype=torch.long)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import Tiny, prompt
 from naive_cache import pack
-from running import running
+from running import drafting, running
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -97,8 +97,10 @@ class Setting:
             process=lambda logits, suffixes, active, drafting: logits.float(),
         )  # fmt: skip
 
-    def verify(self, tree: Tree) -> Tensor:
-        return self.state.target(tree).logits
+    def started(self, **options: Any) -> LayerSkipDrafter:
+        drafter = LayerSkipDrafter(self.model, LayerSkipOptions(**options))
+        drafter.start(self.state)
+        return drafter
 
 
 def chains(*counts: int) -> HostResult:
@@ -116,18 +118,18 @@ def setting(tiny: Tiny):
 
 def draft_by_stock_cache(
     model: PreTrainedModel, row: list[int], skips: dict[str, list[int]], length: int,
-    drafting: PreTrainedModel | None = None,
+    other: PreTrainedModel | None = None,
 ) -> tuple[list[int], list[Tensor]]:  # fmt: skip
     """Prefix states of the full model, then greedy tokens of the skipping model one by one;
-    ``drafting``: the model with other weights, if it has these when it drafts."""
-    drafting = drafting or model
+    ``other``: the model with other weights, if it has these when it drafts."""
+    drafts = other or model
     cache: DynamicCache = model(torch.tensor([row[:-1]]), use_cache=True)[CACHE]
     tokens, logits = [row[-1]], []
-    with running(LayerSkipper(drafting, **skips).changes):
+    with running(LayerSkipper(drafts, **skips).changes):
         for step in range(length):
             place = len(row) - 1 + step
             visible = torch.zeros(1, 1, 1, place + 1, dtype=torch.float64)  # all of it
-            out = drafting(
+            out = drafts(
                 torch.tensor([tokens[-1:]]), **{CACHE: cache}, attention_mask=visible,
                 position_ids=torch.tensor([[place]]),
             )  # fmt: skip
@@ -142,13 +144,10 @@ def test_drafts_are_those_of_the_skipping_model_behind_the_full_models_cache(
     setting: Callable[..., Setting], lengths: list[int], skips: str
 ) -> None:
     one = setting(lengths)
-    options = LayerSkipOptions(**SKIPS[skips], draft_exit="fixed", max_draft=5)
-    drafter = LayerSkipDrafter(one.model, options)
-    drafter.start(one.state)
+    drafter = one.started(**SKIPS[skips], draft_exit="fixed", max_draft=5)
     tree = drafter.propose(one.state)
-    assert tree.is_chain
+    assert tree.is_chain and tree.q is None
     assert tree.row_depths == (5,) * len(lengths)
-    assert tree.q is None
     assert one.state.stats.num_draft_forwards == 5
     for row, tokens in enumerate(one.rows):
         wanted, _ = draft_by_stock_cache(one.model, tokens, SKIPS[skips], 5)
@@ -168,9 +167,7 @@ def test_each_row_stops_after_its_first_unsure_token(
     place = int(share * (len(ordered) - 2))
     threshold = (ordered[place] + ordered[place + 1]) / 2
 
-    options = LayerSkipOptions(**skips, threshold=threshold, draft_exit="threshold", max_draft=6)
-    drafter = LayerSkipDrafter(one.model, options)
-    drafter.start(one.state)
+    drafter = one.started(**skips, threshold=threshold, draft_exit="threshold", max_draft=6)
     tree = drafter.propose(one.state)
     for row, (wanted, _) in enumerate(stock):
         sure = [chance >= threshold for chance in chances[row]]
@@ -178,7 +175,6 @@ def test_each_row_stops_after_its_first_unsure_token(
         assert tree.row_depths[row] == length
         assert tree.tokens[row, 1 : length + 1].tolist() == wanted[:length]
     assert one.state.stats.num_draft_forwards == max(tree.row_depths)
-    assert tree.tokens.shape == (4, tree.num_nodes)
     if share in (0.2, 0.5):
         assert len(set(tree.row_depths)) > 1
 
@@ -186,8 +182,7 @@ def test_each_row_stops_after_its_first_unsure_token(
 def test_a_stage_s_acceptance_is_that_of_all_rows(setting: Callable[..., Setting]) -> None:
     one = setting([4, 5, 6, 7])
     forget(one.model)
-    drafter = LayerSkipDrafter(one.model, LayerSkipOptions(skip_mlp=[1], draft_exit="adaptive"))
-    drafter.start(one.state)
+    drafter = one.started(skip_mlp=[1], draft_exit="adaptive")
     drafter._lengths = [4, 4, 4, 0]
     # All accepted, a quarter, a finished row, nothing drafted but something looked up.
     drafter.observe(one.state, Tree.roots(one.state.root), chains(5, 2, 0, 3))
@@ -208,9 +203,7 @@ def test_exits_look_at_what_the_drafting_model_says_itself(
     first = [float(logits[0].softmax(-1).max()) for logits in stock]
     threshold = sum(sorted(first)[1:3]) / 2  # two rows are sure of their first tokens
     one.state.process = lambda logits, *_, drafting: logits.float() / temperature
-    options = LayerSkipOptions(**skips, draft_exit="threshold", threshold=threshold, max_draft=2)
-    drafter = LayerSkipDrafter(one.model, options)
-    drafter.start(one.state)
+    drafter = one.started(**skips, draft_exit="threshold", threshold=threshold, max_draft=2)
     depths = drafter.propose(one.state).row_depths
     assert depths == tuple(2 if chance >= threshold else 1 for chance in first)
 
@@ -224,10 +217,7 @@ def timed(
     one = setting(lengths)
     forget(one.model)
     one.state.timed, one.state.draft_cost = True, lambda: price
-    given = {**SKIPS["layer 0"], "max_draft": 4, **options}
-    drafter = LayerSkipDrafter(one.model, LayerSkipOptions(**given))
-    drafter.start(one.state)
-    return one, drafter
+    return one, one.started(**{**SKIPS["layer 0"], "max_draft": 4, **options})
 
 
 def oracle_tree(one: Setting, row: int, depth: int, trust: Sequence[float]) -> dict[Any, float]:
@@ -268,7 +258,7 @@ def test_trees_are_chains_with_the_next_likeliest_tokens(
         assert found == pytest.approx(wanted, rel=1e-4)  # probabilities are float32
         chances = list(found.values())
         assert chances == sorted(chances, reverse=True)
-    logits = one.verify(tree)
+    logits = one.state.target(tree).logits
     for row, tokens in enumerate(one.rows):  # the mask and the positions are those of a tree
         path = next(path for path in nodes_of(tree, row) if len(path) == 3)
         node = list(nodes_of(tree, row)).index(path) + 1
@@ -324,20 +314,13 @@ def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting
     """It must bring its price beyond the tokens that are candidates already."""
     one, drafter = timed(setting, [6])
     chain = next(path for path in nodes_of(drafter.propose(one.state), 0) if len(path) == 4)
-    for sure, wanted in ((0.6, 0), (0.4, 4)):
+    other = (chain[0] + 1) % 50  # where drafts part with what was looked up, that holds nothing
+    for first, sure, wanted in ((chain[0], 0.6, 0), (chain[0], 0.4, 4), (other, 0.4, 4)):
         one, drafter = timed(setting, [6], 0.5)
         drafter.exit.calibration.expected[:] *= 1e-3  # so that paths are as sure as can be
-        one.state.looked_up = [Row([-1, 0, 1], [0, *chain[:2]], [1.0, sure, sure])]
+        one.state.looked_up = [Row([-1, 0, 1], [0, first, chain[1]], [1.0, sure, sure])]
         tree = drafter.propose(one.state)
-        assert one.state.stats.num_draft_forwards == wanted
-        assert tree.max_depth == wanted
-    # Where drafts part with what was looked up, that holds nothing.
-    one, drafter = timed(setting, [6], 0.5)
-    drafter.exit.calibration.expected[:] *= 1e-3
-    other = (chain[0] + 1) % 50
-    one.state.looked_up = [Row([-1, 0, 1], [0, other, chain[1]], [1.0, 0.4, 0.4])]
-    drafter.propose(one.state)
-    assert one.state.stats.num_draft_forwards == 4
+        assert one.state.stats.num_draft_forwards == tree.max_depth == wanted
 
 
 # -- gamma between calls -------------------------------------------------------------------------
@@ -348,10 +331,8 @@ RISING = {"skip_mlp": [1], "max_draft": 3, "target_acceptance": 1.0}
 
 def stages_and_gamma(model: Any, **options: Any) -> tuple[int, float]:
     """Drafting stages of a call, and gamma behind it."""
-    model.generate(
-        prompt(), max_new_tokens=24, do_sample=False, assistant_strategy="layer_skip",
-        assistant_kwargs={**RISING, "drafting": "always", **options},
-    )  # fmt: skip
+    spec = drafting("layer_skip", **{**RISING, **options})
+    model.generate(prompt(), max_new_tokens=24, do_sample=False, **spec)
     stats = hf_spec.last_stats(model)
     return stats.offered[1], stats.details["threshold"]
 

@@ -4,7 +4,6 @@ The oracle of the drafting model is a copy of the model with the updates in its 
 without our code, with layers left out.
 """
 
-import copy
 import gc
 import pickle
 from pathlib import Path
@@ -14,14 +13,13 @@ import adapter_oracle
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from adapter_oracle import batch_of, hooked, with_updates
+from adapter_oracle import batch_of, hooked, random_answers, with_updates
 from bit_sums import bit_sums
-from conftest import Tiny, prompt, ragged
+from conftest import Tiny, check_same, prompt, ragged
 from running import CAPTURED, drafting, running
 from test_layer_skip_drafter import Setting, draft_by_stock_cache
-from tiny_checkpoint import save_checkpoint
 from torch import Tensor
-from trained import answers
+from trained import answers, as_options
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
@@ -51,8 +49,8 @@ def updated(model: PreTrainedModel, adapter: Any) -> PreTrainedModel:
 # -- decoding ------------------------------------------------------------------------------------
 
 
-def test_updates_are_of_what_drafting_runs(tiny: Tiny) -> None:
-    model = copy.deepcopy(tiny("llama"))
+def test_updates_are_of_what_drafting_runs(fresh: Tiny) -> None:
+    model = fresh("llama")
     names = set(added(model).tensors())
     kinds = {0: ["mlp"], 2: ["mlp", "self_attn"]}  # layer 1 is left out, layer 0 half
     modules = {
@@ -67,8 +65,8 @@ def test_updates_are_of_what_drafting_runs(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "qwen3"])
 @torch.no_grad()
-def test_drafts_are_those_of_the_updated_model(tiny: Tiny, architecture: str) -> None:
-    model = copy.deepcopy(tiny(architecture, dtype=torch.float64))
+def test_drafts_are_those_of_the_updated_model(fresh: Tiny, architecture: str) -> None:
+    model = fresh(architecture, dtype=torch.float64)
     adapter = added(model)
     oracle, row = updated(model, adapter), prompt(9)[0].tolist()
     drafter, setting = drafter_of(model), Setting(model, [row])
@@ -80,16 +78,13 @@ def test_drafts_are_those_of_the_updated_model(tiny: Tiny, architecture: str) ->
     assert hooked(model) == 0
 
 
-def test_other_layers_are_drafted_without_the_updates(tiny: Tiny) -> None:
-    model = copy.deepcopy(tiny("llama"))
+def test_other_layers_are_drafted_without_the_updates(fresh: Tiny) -> None:
+    model = fresh("llama")
     added(model)
-    method = get_method("layer_skip")
-    own = LayerSkipper(model, **SKIP).changes
-    other = LayerSkipper(model, skip_mlp=[2]).changes
-    for options, changes, same in ((FIXED, own, False), ({**FIXED, "skip_mlp": [2]}, other, True)):
-        drafting = method.drafter(model, method.parse_options(options)).drafting
-        drafted, bare = (one.run(model, prompt()).logits for one in (drafting, changes))
-        assert torch.equal(drafted, bare) == same
+    for options, skips in (({}, SKIP), ({"skip_mlp": [2]}, {"skip_mlp": [2]})):
+        changes = drafter_of(model, **options).drafting, LayerSkipper(model, **skips).changes
+        drafted, bare = (one.run(model, prompt()).logits for one in changes)
+        assert torch.equal(drafted, bare) == bool(options)
 
 
 # -- merged weights ------------------------------------------------------------------------------
@@ -100,25 +95,25 @@ def drafter_of(model: Any, **options: Any) -> Any:
     return method.drafter(model, method.parse_options({**FIXED, **options}))
 
 
-def by_hooks(model: Any) -> Any:
-    """The drafting model whose updates are added to outputs."""
-    changes = LayerSkipper(model, **SKIP).changes
+def merged_as_by_hooks(model: Any) -> tuple[Any, Tensor]:
+    """A drafter that has merged the updates, and its logits, after comparing these with those where
+    the updates are added to outputs."""
+    drafter, changes = drafter_of(model), LayerSkipper(model, **SKIP).changes
+    assert drafter.details()["merged_bytes"] == 0  # nothing was drafted
     find_active(model, "LAYER_SKIP").update.add_to(changes)
-    return changes
+    with torch.no_grad():
+        merged, hooks = (one.run(model, prompt()).logits for one in (drafter.drafting, changes))
+    # Some norms are computed in fp32.
+    torch.testing.assert_close(merged, hooks, rtol=0, atol=1e-5)
+    return drafter, merged
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "opt"])
-def test_merged_weights_draft_what_updated_outputs_draft(tiny: Tiny, architecture: str) -> None:
-    model = copy.deepcopy(tiny(architecture, dtype=torch.float64))
+def test_merged_weights_draft_what_updated_outputs_draft(fresh: Tiny, architecture: str) -> None:
+    model = fresh(architecture, dtype=torch.float64)
     before, sums = model(prompt()).logits, bit_sums(list(model.parameters()))
     added(model)
-    drafter = drafter_of(model)
-    assert drafter.details()["merged_bytes"] == 0  # nothing was drafted
-    with torch.no_grad():
-        merged = drafter.drafting.run(model, prompt()).logits
-        hooks = by_hooks(model).run(model, prompt()).logits
-    # Some norms are computed in fp32.
-    torch.testing.assert_close(merged, hooks, rtol=0, atol=1e-5)
+    drafter, merged = merged_as_by_hooks(model)
     assert not torch.equal(merged, before)
     config = find_active(model, "LAYER_SKIP").config
     held = sum(m.weight.nbytes for m in config.draft_modules(model).values())
@@ -129,9 +124,9 @@ def test_merged_weights_draft_what_updated_outputs_draft(tiny: Tiny, architectur
     assert bit_sums(list(model.parameters())) == sums
 
 
-def test_copies_go_with_the_adapter_or_the_model(tiny: Tiny) -> None:
+def test_copies_go_with_the_adapter_or_the_model(fresh: Tiny) -> None:
     # No copy of a model whose states an earlier test read: pickle refuses Transformers' hooks.
-    model = type(tiny("llama"))(tiny("llama").config).eval()
+    model = type(fresh("llama"))(fresh("llama").config).eval()
     gc.collect()  # other tests' models
     before = len(_COPIES)
     for _ in range(2):
@@ -149,54 +144,41 @@ def test_copies_go_with_the_adapter_or_the_model(tiny: Tiny) -> None:
     assert len(_COPIES) == before
 
 
-def test_modules_without_a_plain_weight_are_updated_by_hooks(tiny: Tiny) -> None:
+def test_modules_without_a_plain_weight_are_updated_by_hooks(fresh: Tiny) -> None:
     """A linear module of its own kind, and one that accelerate looks after."""
 
     class Own(torch.nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input)
 
-    model = copy.deepcopy(tiny("llama", dtype=torch.float64))
+    model = fresh("llama", dtype=torch.float64)
     mlp = model.model.layers[2].mlp
     mlp.up_proj.__class__ = Own
     add_hook_to_module(mlp.down_proj, ModelHook())
     added(model)
-    drafter = drafter_of(model)
-    with torch.no_grad():
-        merged = drafter.drafting.run(model, prompt()).logits
-        hooks = by_hooks(model).run(model, prompt()).logits
-    torch.testing.assert_close(merged, hooks, rtol=0, atol=1e-5)
+    drafter, _ = merged_as_by_hooks(model)
     names = {name.rpartition(".")[2] for name in drafter.learned.weights if ".2." in name}
     assert names == {"gate_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-def test_compiled_steps_have_merged_weights(tiny: Tiny) -> None:
-    model = copy.deepcopy(tiny("llama"))
+def test_compiled_steps_have_merged_weights(fresh: Tiny) -> None:
+    model = fresh("llama")
     adapter = added(model)
-    plain = model.generate(**ragged(), max_new_tokens=16, do_sample=False)
 
-    def call() -> Any:
-        output = model.generate(
-            **ragged(), max_new_tokens=16, do_sample=False, return_dict_in_generate=True,
-            **CAPTURED, **drafting("layer_skip", **FIXED),
-        )  # fmt: skip
-        assert torch.equal(output.sequences, plain)
-        return output.spec_stats
+    def call(**way: Any) -> Any:
+        spec = {**drafting("layer_skip", **FIXED), **way, "return_dict_in_generate": True}
+        return check_same(model, spec, **ragged()).spec_stats
 
-    first = call()
-    assert first.details["compiled"]["made"] and not first.details["compiled"]["refused"]
-    again = call()
-    assert again.details["compiled"]["made"] == 0 and again.accepted == first.accepted
+    first, again = call(**CAPTURED), call(**CAPTURED)
+    assert first.details["compiled"]["made"] and again.details["compiled"]["made"] == 0
+    assert again.accepted == first.accepted
     with torch.no_grad():  # draft what the model says, updates being gone
         for tensor in adapter.tensors().values():
             tensor.zero_()
-    other = call()
-    assert other.details["compiled"]["made"] and not other.details["compiled"]["refused"]
-    uncompiled = model.generate(
-        **ragged(), max_new_tokens=16, do_sample=False, return_dict_in_generate=True,
-        **drafting("layer_skip", **FIXED),
-    )  # fmt: skip
-    assert other.accepted == uncompiled.spec_stats.accepted
+    other = call(**CAPTURED)
+    assert other.details["compiled"]["made"] and other.accepted == call().accepted
+    for stats in (first, other):
+        assert not stats.details["compiled"]["refused"]
 
 
 # -- the loss ------------------------------------------------------------------------------------
@@ -239,17 +221,12 @@ def _causal(before: int, new: int) -> Tensor:
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_the_loss_is_that_of_pieces_behind_the_full_models_cache(
-    tiny: Tiny, architecture: str
+    fresh: Tiny, architecture: str
 ) -> None:
-    model = copy.deepcopy(tiny(architecture, dtype=torch.float64))
+    model = fresh(architecture, dtype=torch.float64)
     adapter = added(model)
     oracle = updated(model, adapter)
-    generator = torch.Generator().manual_seed(3)
-    rows = []
-    for index in range(3):
-        ids = torch.randint(3, 61, (14 + index,), generator=generator).tolist()
-        rows.append((ids[:6], ids[6:]))
-    batch = batch_of(rows, 3)
+    batch = batch_of(random_answers(3, 14), 3)
     model.train()
     output = layer_skip.loss(model, adapter, TrainingBatch(**batch))
     assert model.training and hooked(model) == 0
@@ -273,28 +250,23 @@ def test_the_loss_is_that_of_pieces_behind_the_full_models_cache(
 
 
 def test_the_command_refuses_what_would_train_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = save_checkpoint(tmp_path / "m")
-    (tmp_path / "data").mkdir()
-    answers().to_parquet(str(tmp_path / "data" / "rows.parquet"))
-    rest = [
-        "--model", str(base), "--data", str(tmp_path / "data"), "--output", str(tmp_path / "out"),
-        "--dtype", "float32", "--device", "cpu",
-    ]  # fmt: skip
+    answers().to_parquet(str(tmp_path / "rows.parquet"))
     for given, message in (
-        (["--skip-attention", "[1]", "--skip-mlp", "[0]"], "draft_rank=0, skip_attention=[1]"),
-        (["--draft-rank", "2"], "nothing to train"),
+        ({"skip_attention": [1], "skip_mlp": [0]}, "draft_rank=0, skip_attention=[1]"),
+        ({"draft_rank": 2}, "nothing to train"),
     ):
-        assert cli.main(["train", "layer_skip", *rest, *given]) == 2
+        options = as_options(checkpoint, tmp_path, **given)
+        assert cli.main(["train", "layer_skip", "--output", str(tmp_path / "out"), *options]) == 2
         assert message in capsys.readouterr().err
 
 
 # -- files ---------------------------------------------------------------------------------------
 
 
-def test_bad_targets(tiny: Tiny) -> None:
-    model = copy.deepcopy(tiny("llama"))
+def test_bad_targets(fresh: Tiny) -> None:
+    model = fresh("llama")
     for targets, message in (
         (["layers.1.mlp.up_proj"], "drafting leaves out all linear modules of that name"),
         (["query"], "no linear module of LlamaForCausalLM matches 'query'"),
