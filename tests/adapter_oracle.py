@@ -76,11 +76,12 @@ def lent(model: Any, config: Any, random: bool) -> Iterator[None]:
             model.requires_grad_(True)
 
 
-def with_updates(model: PreTrainedModel, adapter: Any, scale: float) -> PreTrainedModel:
+def with_updates(model: PreTrainedModel, adapter: Any) -> PreTrainedModel:
     """A copy without the adapter, its low-rank updates added to the weights one by one."""
-    oracle = copy.deepcopy(model)
+    oracle, config, weights = copy.deepcopy(model), adapter.config, adapter.tensors()
     oracle.delete_adapter(adapter.name)
-    weights = adapter.tensors()
+    start = "draft_" if hasattr(config, "draft_rank") else ""
+    scale = getattr(config, f"{start}alpha") / getattr(config, f"{start}rank")
     for name, module in oracle.named_modules():
         key = name.replace(".", "__")
         if f"up__{key}" in weights:

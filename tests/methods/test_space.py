@@ -1,13 +1,12 @@
 """``space``: its loss against one mask group per forward, decoding, and every operation of PEFT."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import adapter_oracle
 import pytest
 import torch
-from adapter_oracle import batch_of, randomise, with_updates
+from adapter_oracle import batch_of, random_answers, randomise, with_updates
 from conftest import Tiny, prompt, ragged
 from peft import get_peft_model
 from running import every_step
@@ -22,8 +21,7 @@ from hf_spec.methods.space import adapter as space
 from hf_spec.tools.training.anchors import AnswerDataset, collate
 from modeling_patches.modules import linear_modules
 
-NEW = 16
-GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
 
 
 def tuned(**fields: Any) -> hf_spec.SpaceConfig:
@@ -36,14 +34,9 @@ def added(model: PreTrainedModel, name: str = "one", seed: int = 0, **fields: An
     return adapter_oracle.added(model, tuned(**fields), name, seed=seed)
 
 
-def fine_tuned(model: PreTrainedModel, adapter: Any) -> PreTrainedModel:
-    """The oracle: a copy without adapter, the updates in its weights."""
-    return with_updates(model, adapter, adapter.config.alpha / adapter.config.rank)
-
-
-def logits(model: Any, ids: Tensor | None = None) -> Tensor:
-    with torch.no_grad():
-        return model(prompt(9) if ids is None else ids).logits
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model(prompt(9)).logits
 
 
 def tokens(model: Any, **kwargs: Any) -> list[list[int]]:
@@ -51,15 +44,6 @@ def tokens(model: Any, **kwargs: Any) -> list[list[int]]:
 
 
 # -- the loss ------------------------------------------------------------------------------------
-
-
-def some_rows(count: int = 3) -> list[tuple[list[int], list[int]]]:
-    generator = torch.Generator().manual_seed(5)
-    rows = []
-    for index in range(count):
-        ids = torch.randint(3, 61, (6 + 5 + index,), generator=generator).tolist()
-        rows.append((ids[:6], ids[6:]))
-    return rows
 
 
 def naive(model: Any, adapter: Any, batch: dict[str, Tensor]) -> tuple[list[float], list[float]]:
@@ -99,12 +83,12 @@ def naive(model: Any, adapter: Any, batch: dict[str, Tensor]) -> tuple[list[floa
     [("llama", False), ("gemma2", True), ("gpt2", False), ("gemma3", True)],
 )
 def test_the_loss_is_that_of_one_mask_group_per_forward(
-    tiny: Tiny, architecture: str, shared_mask: bool
+    fresh: Tiny, architecture: str, shared_mask: bool
 ) -> None:
     """Values and gradients; gemma2 has a soft cap on its logits."""
-    model = copy.deepcopy(tiny(architecture, dtype=torch.float64))
+    model = fresh(architecture, dtype=torch.float64)
     adapter = added(model, num_mask_tokens=3, p_ar=0.3, rank=2, shared_mask=shared_mask)
-    batch = batch_of(some_rows(), 4)
+    batch = batch_of(random_answers(3, 11), 4)
     model.eval()
     output = space.loss(model, adapter, TrainingBatch(**batch))
     ar, sar = naive(model, adapter, batch)
@@ -122,10 +106,10 @@ def test_the_loss_is_that_of_one_mask_group_per_forward(
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
 
 
-def test_in_training_a_sequence_has_one_of_the_two_losses(tiny: Tiny) -> None:
-    model = copy.deepcopy(tiny("llama", dtype=torch.float64))
+def test_in_training_a_sequence_has_one_of_the_two_losses(fresh: Tiny) -> None:
+    model = fresh("llama", dtype=torch.float64)
     adapter = added(model, num_mask_tokens=2, p_ar=0.4)
-    rows = some_rows(24)
+    rows = random_answers(24, 11)
     model.train()
     data = AnswerDataset([{"prompt_ids": p, "answer_ids": a} for p, a in rows], num_anchors=4)
     chosen, alone = [], []
@@ -166,26 +150,23 @@ def test_in_training_a_sequence_has_one_of_the_two_losses(tiny: Tiny) -> None:
     ],
 )  # fmt: skip
 def test_decoding_equals_plain_decoding_of_the_fine_tuned_model(
-    tiny: Tiny, architecture: str, options: dict[str, Any]
+    fresh: Tiny, architecture: str, options: dict[str, Any]
 ) -> None:
-    model = copy.deepcopy(tiny(architecture))
+    model = fresh(architecture)
     base = tokens(model)
     adapter = added(model)
     plain = tokens(model)
-    assert plain == tokens(fine_tuned(model, adapter)) != base
-    ours = tokens(model, assistant_strategy="space", assistant_kwargs=options)
-    assert ours == plain
+    assert plain == tokens(with_updates(model, adapter)) != base
+    assert tokens(model, assistant_strategy="space", assistant_kwargs=options) == plain
     model.disable_adapters()
     assert tokens(model) == base
-    with pytest.raises(ValueError, match="needs an active adapter of type SPACE"):
-        tokens(model, assistant_strategy="space")
 
 
 # -- operations of PEFT --------------------------------------------------------------------------
 
 
-def test_merging_and_other_adapters(tiny: Tiny) -> None:
-    model = copy.deepcopy(tiny("llama"))
+def test_merging_and_other_adapters(fresh: Tiny) -> None:
+    model = fresh("llama")
     plain = logits(model)
     peft_model = get_peft_model(model, tuned(), "one")
     randomise(peft_model, "SPACE", seed=1)
@@ -211,9 +192,9 @@ def test_merging_and_other_adapters(tiny: Tiny) -> None:
     assert torch.equal(logits(model), plain)
 
 
-def test_a_loaded_adapter_is_merged_too(tiny: Tiny) -> None:
+def test_a_loaded_adapter_is_merged_too(fresh: Tiny) -> None:
     """``merge_adapter`` of the package works where there is no PeftModel."""
-    model = copy.deepcopy(tiny("llama"))
+    model = fresh("llama")
     added(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     unmerged = logits(model)
@@ -233,15 +214,14 @@ def test_a_loaded_adapter_is_merged_too(tiny: Tiny) -> None:
     assert torch.equal(logits(model), unmerged)
 
 
-def test_what_cannot_be_merged(tiny: Tiny) -> None:
+def test_what_cannot_be_merged(fresh: Tiny) -> None:
     for update in ("none", "gated"):
-        model = get_peft_model(copy.deepcopy(tiny("llama")), tuned(update=update))
-        for merge in (model.merge_adapter, model.merge_and_unload):
-            with pytest.raises(
-                ValueError, match=r"merging takes the one active SPACE .* with none act.*unload"
-            ):
-                merge()
-    model = get_peft_model(copy.deepcopy(tiny("llama")), tuned())
+        model = get_peft_model(fresh("llama"), tuned(update=update))
+        with pytest.raises(
+            ValueError, match=r"merging takes the one active SPACE .* with none act"
+        ):
+            model.merge_adapter()
+    model = get_peft_model(fresh("llama"), tuned())
     weight = model.get_base_model().model.layers[1].mlp.up_proj.weight
     weight.requires_grad_(False)
     weight.data = weight.data.to(torch.int8)
@@ -249,49 +229,44 @@ def test_what_cannot_be_merged(tiny: Tiny) -> None:
         model.merge_adapter()
 
 
-def test_gradient_checkpointing_is_refused_where_it_would_be_wrong(tiny: Tiny) -> None:
-    model = copy.deepcopy(tiny("llama"))
+def test_gradient_checkpointing_is_refused_where_it_would_be_wrong(fresh: Tiny) -> None:
+    model = fresh("llama")
     adapter = added(model)
     model.config._attn_implementation_internal = "flash_attention_2"
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(ValueError, match="gradient_checkpointing"):
-        space.loss(model, adapter, TrainingBatch(**batch_of(some_rows(), 4)))
+        space.loss(model, adapter, TrainingBatch(**batch_of(random_answers(3, 11), 4)))
 
 
 # -- configs -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("update", ["lora", "none"])
-def test_a_pattern_of_targets_is_spelt_out(tiny: Tiny, tmp_path: Path, update: str) -> None:
-    """On saving, PEFT matches patterns with embeddings by `re`, which nothing interrupts."""
-    model = copy.deepcopy(tiny("llama"))
-    pattern = r".*\.1\..*[qv]_proj|(([a-z_.]+)+)+[A-Z]"
-    model.add_adapter(tuned(target_modules=pattern, update=update))
-    names = [f"model.layers.1.self_attn.{name}_proj" for name in "qv"] if update == "lora" else None
-    assert model.peft_config["default"].target_modules == names
-    model.save_pretrained(tmp_path)
-    again = copy.deepcopy(tiny("llama"))
-    again.load_adapter(tmp_path)
-    assert again.peft_config["default"].target_modules == names
+#: On saving, PEFT matches patterns with embeddings by `re`, which nothing interrupts.
+PATTERN = r".*\.1\..*[qv]_proj|(([a-z_.]+)+)+[A-Z]"
 
 
 @pytest.mark.parametrize(
-    ("architecture", "ends"), [("llama", ["down_proj"]), ("gpt2", None), ("mixtral", ["o_proj"])]
-)
-def test_the_default_targets_are_recorded(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, ends: Any
-) -> None:
+    ("architecture", "fields", "names"),
+    [
+        ("llama", {"update": "lora", "target_modules": PATTERN},
+         ["model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"]),
+        ("llama", {"update": "none", "target_modules": PATTERN}, None),
+        ("llama", {}, ["down_proj"]), ("mixtral", {}, ["o_proj"]),
+        # c_proj is the end of two modules in each layer.
+        ("gpt2", {}, [f"transformer.h.{layer}.mlp.c_proj" for layer in range(3)]),
+    ],
+)  # fmt: skip
+def test_targets_are_recorded_by_name(
+    fresh: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    architecture: str, fields: dict[str, Any], names: Any,
+) -> None:  # fmt: skip
     """Another version may have another default; adapters that were trained with this one load."""
-    model = copy.deepcopy(tiny(architecture))
-    model.add_adapter(hf_spec.SpaceConfig())
-    # c_proj is the end of two modules in each layer of gpt2.
-    names = ends or [f"transformer.h.{layer}.mlp.c_proj" for layer in range(3)]
-    assert model.peft_config["default"].target_modules == names
+    model, again = fresh(architecture), fresh(architecture)
+    model.add_adapter(hf_spec.SpaceConfig(**fields))
     model.save_pretrained(tmp_path)
     monkeypatch.setattr("hf_spec.methods.space.adapter.output_projections", linear_modules)
-    again = copy.deepcopy(tiny(architecture))
     again.load_adapter(tmp_path)
-    assert again.peft_config["default"].target_modules == names
+    assert all(one.peft_config["default"].target_modules == names for one in (model, again))
     weights = [find_active(one, "SPACE").tensors() for one in (model, again)]
     assert weights[0].keys() == weights[1].keys()

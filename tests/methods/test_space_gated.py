@@ -86,7 +86,7 @@ def test_rows_of_mask_tokens_are_those_of_the_updated_model(fresh: Tiny, archite
     adapter = gated(model)
     inputs = mask_tokens(adapter)
     ours = masks_of(model, inputs)
-    updated = with_updates(model, adapter, adapter.config.alpha / adapter.config.rank)
+    updated = with_updates(model, adapter)
     ids, candidates = prompt(9), prompt(5, seed=1)[0]
     for node in range(5):
         path, at = [], node
