@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from architectures import assistant_for, base_of, build, config_class, random_model
-from conftest import check_same, prompt, ragged, shared
+from conftest import check_continued, check_same, prompt, ragged, shared
 from covering import covering
 from replay import RECORDED, Replay
 from running import CAPTURED, drafting, no_forward
@@ -24,10 +24,8 @@ from hf_spec.methods.draft_model.shared_kv import SharedKVDrafter
 from hf_spec.model import captures
 from hf_spec.model.graphs import Graphs
 from modeling_patches import shared_kv
-from modeling_patches.cache_name import CACHE
 
-NEW = 10
-GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 GIVEN = {"row": {"input_ids": prompt()}, "batch": ragged()}
 #: With windows, no longer than these, of 5; the last with keys that later layers share.
 BASES = ["gemma4_text", "gemma4", "gemma4_unified", "shared"]
@@ -40,9 +38,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def speculation(assistant: Any, setting: str, max_depth: int) -> dict[str, Any]:
-    spec = drafting("draft_model", **{"max_depth": max_depth, **SETTINGS[setting][0]})
-    return {**spec, "assistant_model": assistant}
+def drafts(assistant: Any, **options: Any) -> dict[str, Any]:
+    return {**drafting("draft_model", **options), "assistant_model": assistant}
 
 
 class Asked(NamedTuple):
@@ -59,7 +56,7 @@ class Asked(NamedTuple):
 
 
 @contextmanager
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Asked]]:
+def watched() -> Iterator[list[Asked]]:
     """Collects what the drafters of this block answer."""
     seen: list[Asked] = []
     rows: list[tuple[list[int], bool]] = []
@@ -82,7 +79,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Asked]]:
         seen.append(Asked([*rows], paths, logits.clone()))
         return logits
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SharedKVDrafter, "catch_up", caught_up)
         patch.setattr(SharedKVDrafter, "level", answered)
         yield seen
@@ -147,12 +144,12 @@ def pair(name: str, ordered: bool = False) -> tuple[Any, Any]:
     ),
 )  # fmt: skip
 def test_output_is_the_models_and_drafts_are_the_assistants(
-    monkeypatch: pytest.MonkeyPatch, name: str, setting: str, given: str
+    name: str, setting: str, given: str
 ) -> None:
-    model, assistant = pair(name)
-    settings = {**GREEDY, **SETTINGS[setting][1]}
-    with watched(monkeypatch) as seen:
-        check_same(model, speculation(assistant, setting, 3), **GIVEN[given], **settings)
+    (model, assistant), (options, settings) = pair(name), SETTINGS[setting]
+    spec = drafts(assistant, **{"max_depth": 3, **options})
+    with watched() as seen:
+        check_same(model, spec, **GIVEN[given], **{**GREEDY, **settings})
     stats = hf_spec.last_stats(model)
     assert stats.num_drafted_tokens > 0 and stats.num_draft_forwards == len(seen)
     if setting == "wide":
@@ -175,11 +172,10 @@ def test_recorded_steps_draft_the_same(
 ) -> None:
     """The assistant is in the program of a step, or of the draft."""
     monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
-    model, assistant = pair(name)
-    spec, settings = speculation(assistant, setting, 2), {**GREEDY, **SETTINGS[setting][1]}
-    stats = []
+    (model, assistant), (options, settings), stats = pair(name), SETTINGS[setting], []
+    spec = drafts(assistant, **{"max_depth": 2, **options})
     for how in ({}, *[(RECORDED, CAPTURED)[way]] * 2):
-        check_same(model, {**spec, **how}, **GIVEN[given], **settings)
+        check_same(model, {**spec, **how}, **GIVEN[given], **{**GREEDY, **settings})
         stats.append(hf_spec.last_stats(model))
     eager, code = stats[0], stats[2].details["compiled"]
     assert code["made"] == 0 < code["runs"] and not code["refused"] and not code["outside"]
@@ -192,38 +188,34 @@ def test_an_assistant_that_records_leave_out(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
     model, assistant = pair("shared")
     monkeypatch.setattr(Graphs, "beside", lambda *_: None)
-    check_same(model, {**speculation(assistant, "chain", 1), **RECORDED}, **GIVEN["row"])
+    spec = drafts(assistant, tree="chain", lookup=True, max_depth=1)
+    check_same(model, {**spec, **RECORDED}, **GIVEN["row"])
     stats = hf_spec.last_stats(model)
     assert stats.details["compiled"]["outside"] in str(stats)
     assert "some ran without: the assistant is on another device" in str(stats)
 
 
 @pytest.mark.parametrize("name", ["gemma4_text", "shared"])
-def test_rows_that_finish_and_a_cache_that_goes_on(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_rows_that_finish_and_a_cache_that_goes_on(name: str) -> None:
     model, assistant = pair(name)
-    spec = {**drafting("draft_model", max_depth=2, width=2), "assistant_model": assistant}
+    spec = drafts(assistant, max_depth=2, width=2)
     plain = model.generate(**ragged(), **GREEDY)
     settings = {**GREEDY, "eos_token_id": int(plain[1, 15])}
-    with watched(monkeypatch) as seen:
+    with watched() as seen:
         check_same(model, spec, **ragged(), **settings)
         assert len(seen[-1].rows) < 3
-        first = model.generate(**ragged(), **GREEDY, **spec, return_dict_in_generate=True)
-        ids = torch.cat([first.sequences, torch.full((3, 2), 9)], dim=1)
-        mask = torch.cat([ragged()["attention_mask"], torch.ones(3, NEW + 2).long()], dim=1)
-        check_same(model, {**spec, CACHE: first[CACHE]}, ids, attention_mask=mask, **GREEDY)
+        check_continued(model, spec, **GREEDY)
     Oracle(model, assistant).check(seen)
 
 
-def test_positions_that_the_caller_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_that_the_caller_gives() -> None:
     """They count for rotations, and slots of the cache for windows, as in the model."""
     model, assistant = pair("gemma4_text")
-    spec = {**drafting("draft_model", max_depth=1), "assistant_model": assistant}
+    spec = drafts(assistant, max_depth=1)
     given = {"input_ids": prompt(), "position_ids": torch.arange(12)[None] + 7}
-    with watched(monkeypatch) as shifted:
+    with watched() as shifted:
         check_same(model, spec, **given, **GREEDY)
-    with watched(monkeypatch) as seen:
+    with watched() as seen:
         model.generate(prompt(), **GREEDY, **spec)
     # Rotations tell distances only. fp32 at other angles.
     torch.testing.assert_close(shifted[0].logits, seen[0].logits, rtol=1e-3, atol=1e-3)
@@ -232,9 +224,7 @@ def test_positions_that_the_caller_gives(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("name", BASES)
 @torch.no_grad()
-def test_first_drafts_are_those_of_transformers(
-    monkeypatch: pytest.MonkeyPatch, name: str, ordered: bool
-) -> None:
+def test_first_drafts_are_those_of_transformers(name: str, ordered: bool) -> None:
     """Later ones are not to be compared: Transformers' keys then end with one of a rejected token.
     Its windows reach two tokens further back, which a shorter prompt does not show."""
     model, assistant = pair(name, ordered)
@@ -247,9 +237,8 @@ def test_first_drafts_are_those_of_transformers(
     _, expected = stock.get_candidates(
         rooted, {"attention_mask": torch.ones_like(rooted)}, output, False, 0
     )
-    spec = {**drafting("draft_model", tree="chain", max_depth=6), "assistant_model": assistant}
-    with watched(monkeypatch) as seen:
-        model.generate(ids, **GREEDY, **spec)
+    with watched() as seen:
+        model.generate(ids, **GREEDY, **drafts(assistant, tree="chain", max_depth=6))
     # fp32 with keys in another order of reduction, some layers deep.
     found = torch.cat([asked.logits for asked in seen[:6]], 1)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
@@ -257,8 +246,7 @@ def test_first_drafts_are_those_of_transformers(
 
 def test_ordered_embeddings_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, assistant = pair("gemma4_text", ordered=True)
-    spec = {**drafting("draft_model", max_depth=2), "assistant_model": assistant}
-    plain, level = model.generate(**ragged(), **GREEDY), SharedKVDrafter.level
+    level = SharedKVDrafter.level
 
     def without_reads(self: Any, frontier: Frontier) -> Tensor:
         with monkeypatch.context() as patch:
@@ -266,24 +254,23 @@ def test_ordered_embeddings_read_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
             return level(self, frontier)
 
     monkeypatch.setattr(SharedKVDrafter, "level", without_reads)
-    assert model.generate(**ragged(), **GREEDY, **spec).tolist() == plain.tolist()
+    check_same(model, drafts(assistant, max_depth=2), **ragged(), **GREEDY)
     assert hf_spec.last_stats(model).num_draft_forwards > 0
 
 
 def test_a_dtype_of_its_own() -> None:
     model = base_of("gemma4_text")
     assistant = assistant_for("gemma4_text", initializer_range=0.1).to(torch.bfloat16)
-    check_same(model, {**drafting("draft_model"), "assistant_model": assistant}, **ragged())
+    check_same(model, drafts(assistant), **ragged())
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
 def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, assistant = pair("gemma4_text")
-    spec = {**GREEDY, **drafting("draft_model")}
 
     def refused(model: Any, assistant: Any, match: str) -> None:
         with no_forward(model), pytest.raises(ValueError, match=match):
-            model.generate(prompt(), **{**spec, "assistant_model": assistant})
+            model.generate(prompt(), **GREEDY, **drafts(assistant))
 
     name = "assistant_model=Gemma4AssistantForCausalLM"
     refused(shared("llama"), assistant, f"{name} is not one for this LlamaForCausalLM: there is "
