@@ -1,7 +1,7 @@
 """Adapters of ours in tests: filled with random weights, and merged by hand."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from conftest import prompt
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.layer import CONTAINER
 from hf_spec.tools.training.anchors import AnswerDataset, collate
+from modeling_patches.cache_name import CACHE
 
 #: Fields of a Llama's config.
 SHAPE = {
@@ -143,6 +144,17 @@ def losses_one_by_one(
                 losses.append((distance, loss))
         found.append(losses)
     return found
+
+
+def cache_behind(model: Any, ids: Tensor, front: Iterable[Sequence[Tensor]]) -> DynamicCache:
+    """The cache of a text ``(seq,)``, in each layer with these keys and values, ``(heads, n, dim)``,
+    in front of the text's, which does not see them."""
+    seen, cache = DynamicCache(), DynamicCache()
+    model(input_ids=ids[None], **{CACHE: seen}, use_cache=True)
+    for index, (layer, own) in enumerate(zip(seen.layers, front, strict=True)):
+        states = zip(own, (layer.keys, layer.values))
+        cache.update(*(torch.cat([one[None], two], 2) for one, two in states), index)
+    return cache
 
 
 def hooked(model: Any) -> int:

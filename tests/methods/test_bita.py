@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import added, losses_one_by_one, randomise, two_answers
-from conftest import Tiny, prompt
+from adapter_oracle import added, cache_behind, losses_one_by_one, randomise, two_answers
+from conftest import Tiny, check_same, prompt
 from peft import get_peft_model
 from running import drafting, proposals
 from transformers import DynamicCache, GraniteConfig, GraniteForCausalLM
@@ -36,21 +36,15 @@ def test_loss_against_one_anchor_at_a_time(fresh: Tiny, depth: str) -> None:
 @torch.no_grad()
 def naive(model: Any, ids: torch.Tensor, weights: dict, depth: str) -> torch.Tensor:
     """Logits of the mask tokens behind one prefix, by stock forwards."""
-    seen = DynamicCache()
-    model(input_ids=ids[None], **{CACHE: seen}, use_cache=True)
-    front = DynamicCache()
+    nothing = torch.empty(2, 0, 8)
+    front = [(nothing, nothing)] * len(model.model.layers)
     if depth == "deep":
-        for index, states in enumerate(zip(weights["prompt_keys"], weights["prompt_values"])):
-            front.update(*(part[None] for part in states), index)
+        front = [*zip(weights["prompt_keys"], weights["prompt_values"])]
     elif depth == "shallow":
-        model(inputs_embeds=weights["prompts"][None], **{CACHE: front}, use_cache=True)
-    cache = DynamicCache()
-    for index, layer in enumerate(seen.layers):
-        states = [layer.keys, layer.values]
-        if depth != "none":
-            own = front.layers[index]
-            states = [torch.cat(pair, 2) for pair in zip((own.keys, own.values), states)]
-        cache.update(*states, index)
+        own = DynamicCache()
+        model(inputs_embeds=weights["prompts"][None], **{CACHE: own}, use_cache=True)
+        front = [(layer.keys[0], layer.values[0]) for layer in own.layers]
+    cache = cache_behind(model, ids, front)
     masks, slots = weights["masks"], cache.get_seq_length()
     visible = torch.ones(len(masks), slots + len(masks)).tril(slots)
     additive = torch.zeros_like(visible).masked_fill(visible == 0, torch.finfo(torch.float32).min)
@@ -78,12 +72,9 @@ def test_straightforward_decoding(fresh: Tiny) -> None:
     model.lm_head.weight.data[3:] *= 0.01  # three tokens, so that one guess in three is right
     weights = added(model, hf_spec.BitaConfig(), std=0.6, seed=5).tensors()
     with proposals(BitaDrafter) as seen:
-        out = model.generate(
-            prompt(), max_new_tokens=40, do_sample=False, assistant_strategy="bita",
-            assistant_kwargs={"tree": "straightforward", "drafting": "always"},
-        )  # fmt: skip
-    plain = model.generate(prompt(), max_new_tokens=40, do_sample=False)
-    assert out.tolist() == plain.tolist()
+        out = check_same(
+            model, drafting("bita", tree="straightforward"), prompt(), max_new_tokens=40
+        )
     steps = [(tokens, tree.drafted.tokens[0, 1:].tolist(), tree.num_nodes) for tokens, tree in seen]
     known: list[int] = []  # the first step has none
     for (tokens, candidates, rows), (after, *_) in zip(steps, [*steps[1:], (out[0].tolist(),)]):

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import added, losses_one_by_one, two_answers
-from conftest import VOCAB, Tiny, prompt, ragged
-from datasets import Dataset
+from adapter_oracle import added, cache_behind, losses_one_by_one, two_answers
+from conftest import VOCAB, Tiny, check_same, prompt, ragged
 from method_variants import VARIANTS
 from running import drafting, proposals
 from tiny_checkpoint import make_model
-from transformers import DynamicCache, TrainerCallback
+from trained import SETTINGS, answers
+from transformers import TrainerCallback
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -32,7 +32,6 @@ from hf_spec.tools.hub.card import write_card
 from hf_spec.tools.training.train import train
 from modeling_patches.cache_name import CACHE
 
-NEW = 16
 #: Everything that changes a forward, alone and together.
 CONFIGS = VARIANTS["ppd"].configs
 every_config = pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
@@ -83,15 +82,9 @@ def naive(model: Any, ids: torch.Tensor) -> torch.Tensor:
     adapter = find_active(model, "PPD")
     config, weights = adapter.config, adapter.tensors()
     count, ept, prefix = config.num_prompt_tokens, config.num_ept, config.num_prefix_tokens
-    seen = DynamicCache()
-    model(input_ids=ids[None], **{CACHE: seen}, use_cache=True)
-    cache = DynamicCache()
-    for index, layer in enumerate(seen.layers):
-        states = [layer.keys, layer.values]
-        if prefix:
-            own = [weights["prefix_keys"][index][None], weights["prefix_values"][index][None]]
-            states = [torch.cat(pair, 2) for pair in zip(own, states)]
-        cache.update(*states, index)
+    nothing = torch.empty(len(model.model.layers), 2, 0, 8)
+    front = (weights[f"prefix_{one}"] if prefix else nothing for one in ("keys", "values"))
+    cache = cache_behind(model, ids, zip(*front))
     rows = torch.full((count * ept, count * prefix + len(ids) + count * ept), -1e9)
     for query in range(count * ept):
         for slot in range(count * prefix):  # figure 4.4
@@ -179,14 +172,11 @@ def test_heads_start_as_the_base_s_own(fresh: Tiny) -> None:
 def test_drafts_are_the_oracle_s(fresh: Tiny, fields: dict) -> None:
     """Decoding reads the same predictions as training does, wherever a row stands."""
     model = with_adapter(fresh("llama"), fields)
-    ids = prompt()
-    plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
     with proposals(PPDDrafter) as drafted:
-        model.generate(ids, max_new_tokens=NEW, do_sample=False, **drafting("ppd", tree="chain"))
+        check_same(model, drafting("ppd", tree="chain"), prompt())
     checked = 0
     for known, tree in drafted:
         tokens = tree.drafted.tokens[0, 1:].tolist()
-        assert plain[0, : len(known)].tolist() == known
         # The prompt tokens hung under the last token of the step before.
         expected = naive(model, torch.tensor(known[:-1])).argmax(-1).tolist()
         assert tokens == expected[: len(tokens)]
@@ -198,24 +188,17 @@ def test_drafts_are_the_oracle_s(fresh: Tiny, fields: dict) -> None:
 def test_rows_in_different_states_of_random_trees(
     fresh: Tiny, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    model = fresh("llama_tied")
-    lengths = (12, 1, 5, 9, 2, 11)
-    plain = model.generate(**ragged(lengths), max_new_tokens=NEW, do_sample=False)
-    with_adapter(model, {"num_ept": 1 + seed % 2, "num_prefix_tokens": seed % 3}, seed)
-    states = states_of(random.Random(seed), 3)
+    fields = {"num_ept": 1 + seed % 2, "num_prefix_tokens": seed % 3}
+    model, states = with_adapter(fresh("llama_tied"), fields, seed), states_of(seed, 3)
     monkeypatch.setattr(drafter_module, "dynamic_states", lambda model, adapter: states)
-    out = model.generate(
-        **ragged(lengths), max_new_tokens=NEW, do_sample=False,
-        **drafting("ppd", tree="dynamic"),
-    )  # fmt: skip
-    assert out.tolist() == plain.tolist()
+    check_same(model, drafting("ppd", tree="dynamic"), **ragged((12, 1, 5, 9, 2, 11)))
     stats = hf_spec.last_stats(model)
     assert stats.num_drafted_tokens > stats.num_generated_tokens - stats.num_row_steps > 0
 
 
-def states_of(generator: random.Random, most: int) -> TreeStates:
+def states_of(seed: int, most: int) -> TreeStates:
     """A random dynamic tree over ``most`` prompt tokens."""
-    states = []
+    generator, states = random.Random(seed), []
     for known in range(most + 1):
         paths: list[tuple[int, ...]] = [()]
         for _ in range(generator.randint(0, 12)):
@@ -251,19 +234,12 @@ class Watch(TrainerCallback):
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_head_is_trained_in_the_second_stage(tmp_path: Path, stages: int) -> None:
     """Section 4.4.2; gradients are accumulated, so that the stages are those of whole steps."""
-    rows = [
-        {"prompt_ids": [4 + (i + k) % 4 for k in range(8)], "answer_ids": [5 + i % 3] * 12}
-        for i in range(12)
-    ]
     settings = {
-        "max_steps": 4, "eval_steps": 4, "held_out": 4, "served_prompts": 1, "served_tokens": 4,
-        "per_device_train_batch_size": 2, "num_anchors": 4, "gradient_accumulation_steps": 2,
+        **SETTINGS, "max_steps": 4, "eval_steps": 4, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2, "learning_rate": 1e-3,
     }  # fmt: skip
-    watch = Watch()
-    config = {"head": "residual", "head_stages": stages}
-    train(
-        make_model(), Dataset.from_list(rows), "ppd", tmp_path, config, settings, callbacks=[watch]
-    )
+    watch, config = Watch(), {"head": "residual", "head_stages": stages}
+    train(make_model(), answers(12, 12), "ppd", tmp_path, config, settings, callbacks=[watch])
     # The other parts of the Markov head have gradients once its output is not zero.
     first, late = {"markov_output"}, {*MARKOV_HEAD}
     head, markov_head = {"head", "head_bias"}, [first, late, late, late]
