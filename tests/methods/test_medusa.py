@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import added, losses_one_by_one, randomise, two_answers
-from conftest import CLOSE, VOCAB, Tiny, prompt, ragged
+from conftest import CLOSE, VOCAB, Tiny, check_same, prompt, ragged
 from covering import covering
 from peft import get_peft_model
-from running import drafting, every_step
+from running import drafting
 from torch.nn import functional
 
 import hf_spec
@@ -20,18 +20,6 @@ from hf_spec.methods.registry import methods
 from hf_spec.model.hidden_states import output_logits
 from hf_spec.model.sequences import token_hidden
 from hf_spec.policy.step_policy import StepPolicy
-
-NEW = 16
-
-
-def run(model: Any, **kwargs: Any) -> list:
-    settings = {"max_new_tokens": NEW, "do_sample": False, **every_step(kwargs)}
-    return model.generate(**ragged(), **settings).tolist()
-
-
-def trained_like(model: Any, **config: Any) -> dict[str, torch.Tensor]:
-    """Add an adapter with weights that matter; returns them."""
-    return added(model, hf_spec.MedusaConfig(**config), std=0.3, seed=5).tensors()
 
 
 def naive_states(weights: dict, head: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -119,7 +107,7 @@ def test_the_drafter_sees_the_last_accepted_nodes_hidden_state(
     """In every step, the one behind the prompt included: of the token before the root, also after
     steps that did not draft."""
     model = fresh(architecture)
-    trained_like(model)
+    added(model, hf_spec.MedusaConfig(), std=0.3, seed=5)
     turns = iter([True, False, True] * 100)
     monkeypatch.setattr(StepPolicy, "drafts", lambda *_: next(turns))
     seen: list[tuple[list[list[int]], list[bool], torch.Tensor]] = []
@@ -131,7 +119,7 @@ def test_the_drafter_sees_the_last_accepted_nodes_hidden_state(
         return propose(self, state)
 
     monkeypatch.setattr(drafter, "propose", noted)
-    run(model, assistant_strategy="medusa", assistant_kwargs=kwargs)
+    check_same(model, drafting("medusa", **kwargs), **ragged())
     assert len(seen) > 3
     for tokens, active, hidden in seen:
         for row, ids in enumerate(tokens):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from adapter_oracle import Embeddings, randomise
-from conftest import Tiny, prompt, ragged
+from conftest import Tiny, check_same, prompt, ragged
 from replay import RECORDED, Replay
 from running import drafting
 
@@ -29,7 +29,7 @@ from hf_spec.methods.propd.online_tree import (
 )
 from hf_spec.model import captures
 
-NEW = 40
+ROW = {"input_ids": prompt()}
 
 every_prediction = pytest.mark.parametrize("with_markov_head", [False, True])
 
@@ -123,51 +123,47 @@ def test_paths_count_by_the_chances_of_their_ranks(with_markov_head: bool) -> No
         assert set(seen.values()) == set(paths)
 
 
-def adapted(model: Any) -> Any:
+def adapted(model: Any, **fields: Any) -> Any:
     """The model with an untrained adapter."""
     torch.manual_seed(2)
-    model.add_adapter(hf_spec.ProPDConfig())
+    model.add_adapter(hf_spec.ProPDConfig(**fields))
     return model
 
 
 def generate(model: Any, inputs: dict[str, Any], way: Any = None, **options: Any) -> Any:
-    return model.generate(
-        **inputs, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True,
-        **drafting("propd", tree="online", **options), **(way or {}),
-    )  # fmt: skip
+    """Statistics of a call whose output is that of plain generation."""
+    spec = {**drafting("propd", tree="online", **options), **(way or {})}
+    given = {**inputs, "max_new_tokens": 40}
+    return check_same(model, {**spec, "return_dict_in_generate": True}, **given).spec_stats
+
+
+def hits_of(model: Any) -> list[HitRates]:
+    """What calls with a model have learned."""
+    known = memory.memory(model)["learned"].values()
+    return [one for one in known if isinstance(one, HitRates)]
 
 
 def test_the_next_call_goes_on(fresh: Tiny) -> None:
     """From the hits of those before; another adapter has its own."""
-
-    def learned() -> list[HitRates]:
-        return [
-            one for one in memory.memory(model)["learned"].values() if isinstance(one, HitRates)
-        ]
-
-    model, inputs = adapted(fresh()), {"input_ids": prompt()}
-    generate(model, inputs)
-    (first,) = learned()
+    model = adapted(fresh())
+    generate(model, ROW)
+    (first,) = hits_of(model)
     counts = first.counts.copy()
     generate(model, ragged())
-    assert learned() == [first] and first.counts[0] > counts[0] > GUESSED
+    assert hits_of(model) == [first] and first.counts[0] > counts[0] > GUESSED
     model.add_adapter(hf_spec.ProPDConfig(), "other")
     model.set_adapter("other")
-    generate(model, inputs)
-    assert len(learned()) == 2
+    generate(model, ROW)
+    assert len(hits_of(model)) == 2
 
 
 @pytest.mark.parametrize("ranks", [2, 50, 1000])  # the vocabulary has fewer tokens
 def test_options_of_the_paper(fresh: Tiny, ranks: int) -> None:
     """They reach the hits, and the output stays."""
-    model, inputs = adapted(fresh()), {"input_ids": prompt()}
-    plain = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    options = {"hit_alpha": 0.25, "hit_ranks": ranks}
-    out = generate(model, inputs, **options)
-    assert torch.equal(out.sequences, plain)
-    assert len(out.spec_stats.details["online"]["hits"][0]) == ranks
-    known = memory.memory(model)["learned"].values()
-    (hits,) = (one for one in known if isinstance(one, HitRates))
+    model = adapted(fresh())
+    stats = generate(model, ROW, hit_alpha=0.25, hit_ranks=ranks)
+    assert len(stats.details["online"]["hits"][0]) == ranks
+    (hits,) = hits_of(model)
     assert (hits.alpha, hits.ranks) == (0.25, ranks)
 
 
@@ -177,9 +173,7 @@ def test_recorded_steps_learn_from_the_same(
 ) -> None:
     """Trees may differ, as a program knows the hits of one step less."""
     monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
-    model: Any = fresh()
-    torch.manual_seed(2)
-    model.add_adapter(hf_spec.ProPDConfig(markov_rank=markov_rank))
+    model = adapted(fresh(), markov_rank=markov_rank)
     randomise(model, "PROPD")
     learn, found = OnlineDrafter.learn, []
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import added, losses_one_by_one, randomise, two_answers
-from conftest import VOCAB, Tiny, ragged
+from conftest import VOCAB, Tiny, check_same, ragged
 from peft import get_peft_model
 from running import drafting
 from torch.nn import functional
@@ -21,13 +21,6 @@ from hf_spec.drafting.losses import heads_loss
 from hf_spec.methods.propd.adapter import early_states
 from hf_spec.methods.propd.drafter import EarlyPruning
 from hf_spec.methods.registry import get_method
-
-NEW = 16
-
-
-def run(model: Any, **kwargs: Any) -> list:
-    settings = {"max_new_tokens": NEW, "do_sample": False, **kwargs}
-    return model.generate(**ragged(), **settings).tolist()
 
 
 def propd(**kwargs: Any) -> dict[str, Any]:
@@ -79,14 +72,10 @@ TREE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 1, 0], [
 
 
 def naive_likely(
-    model: Any,
-    weights: dict,
-    top_k: int,
-    hidden: torch.Tensor,
-    parents: Sequence[int],
-    tokens: list[int],
+    model: Any, weights: dict, top_k: int,
+    hidden: torch.Tensor, parents: Sequence[int], tokens: list[int],
     own: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
-) -> tuple[list[bool], list[float]]:
+) -> tuple[list[bool], list[float]]:  # fmt: skip
     """One node at a time; ``own`` is what the model does behind its output embeddings."""
     likely, log_p = [True], [0.0]
     for node, parent in list(enumerate(parents))[1:]:
@@ -123,13 +112,8 @@ def test_likely_candidates_one_at_a_time(fresh: Tiny, top_k: int) -> None:
 def test_probabilities_are_those_of_the_model_s_own_logits(fresh: Tiny, architecture: str) -> None:
     """With a scale, or a soft cap; they are asked for in a forward, which is left as it is."""
     model = fresh(architecture)
-    processing = {"cohere2": lambda x: 0.3 * x, "gemma2": torch.tanh, "gpt2": lambda x: x}
-    own, model.logit_scale, model.config.final_logit_softcapping = (
-        processing[architecture],
-        0.3,
-        1.0,
-    )
-    plain = run(model)
+    own = {"cohere2": lambda x: 0.3 * x, "gemma2": torch.tanh, "gpt2": lambda x: x}[architecture]
+    model.logit_scale, model.config.final_logit_softcapping = 0.3, 1.0
     weights = trained_like(model, prune_layer=1)
     seen, likely = [], EarlyPruning.likely
 
@@ -142,7 +126,7 @@ def test_probabilities_are_those_of_the_model_s_own_logits(fresh: Tiny, architec
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(EarlyPruning, "likely", noted)
         paths = [list(path) for path in TREE.paths]
-        assert run(model, **propd(tree=paths, prune_top_k=12)) == plain
+        check_same(model, propd(tree=paths, prune_top_k=12), **ragged())
         for hidden, tokens, found in seen:
             for row in range(len(tokens)):
                 given = hidden[row], TREE.parents, tokens[row].tolist()
@@ -163,22 +147,19 @@ def test_every_tree_drafter(fresh: Tiny, drafter: str) -> None:
         model.add_adapter(trained(), "drafter")
         if drafter == "space":  # gated updates of rows that others leave on the way
             randomise(model, "SPACE")
-    plain = run(model)
     trained_like(model)
     names = [name for name in ("drafter", "propd") if name in model.peft_config]
     model.set_adapter(names)
     # As many candidates in every step, so that those of look-ups are counted beside them.
     inner = {"drafter_kwargs": {"num_draft_tokens": 8}} if trained is not None else {}
-    options = {"drafter": drafter, "prune_top_k": 12, **inner}
-    assert run(model, **propd(**options)) == plain
-    stats = hf_spec.last_stats(model)
-    assert stats.num_pruned_tokens > 0
-    without = stats.num_drafted_tokens / stats.num_row_steps
-    assert run(model, **propd(**options, lookup=True)) == plain
-    stats = hf_spec.last_stats(model)
-    assert stats.num_pruned_tokens > 0, "looked-up candidates are pruned, too"
-    assert drafter == "prompt_lookup" or stats.num_drafted_tokens / stats.num_row_steps > without
-    assert run(model, **drafting("propd")) == plain
+    options, drafted = {"drafter": drafter, "prune_top_k": 12, **inner}, []
+    for lookup in ({}, {"lookup": True}):  # looked-up candidates are pruned, too
+        check_same(model, propd(**options, **lookup), **ragged())
+        stats = hf_spec.last_stats(model)
+        assert stats.num_pruned_tokens > 0
+        drafted.append(stats.num_drafted_tokens / stats.num_row_steps)
+    assert drafter == "prompt_lookup" or drafted[1] > drafted[0]
+    check_same(model, drafting("propd"), **ragged())
     assert hf_spec.last_stats(model).num_pruned_tokens == 0, "unless it is asked for"
 
 
@@ -188,4 +169,4 @@ def test_exits_before_the_layer_are_refused(fresh: Tiny) -> None:
     trained_like(model)
     model.set_adapter(["drafter", "propd"])
     with pytest.raises(ValueError, match="averages the last 2 of 3 layers.*after layer 2"):
-        run(model, **propd(drafter="ppd"))
+        model.generate(**ragged(), **propd(drafter="ppd"))
