@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, Tiny, prompt
+from conftest import VOCAB, Tiny, check_same, prompt
 from replay import RECORDED, Replay
 from running import drafting
 
@@ -33,6 +33,8 @@ from hf_spec.methods.ppd.dynamic_tree import (
 from hf_spec.methods.registry import get_method
 from hf_spec.model import captures
 
+NEW = {"max_new_tokens": 24, "do_sample": False}
+DYNAMIC = drafting("ppd", tree="dynamic")
 #: (distances, ranks); the second has ranks out of order, a third distance better than the second.
 TABLES = [
     [[0.5, 0.2, 0.1], [0.4, 0.3, 0.05], [0.3, 0.2, 0.1]],
@@ -149,24 +151,13 @@ def adapted(model: Any, **fields: Any) -> Any:
     return model
 
 
-def drafter_of(model: Any) -> Any:
-    return get_method("ppd").make_drafter(model, get_method("ppd").parse_options({}))
-
-
-def texts_of(model: Any, count: int, new: int = 30) -> list[tuple[list[int], list[int]]]:
-    texts = []
-    for seed in range(count):
-        ids = prompt(seed=seed)
-        answer = model.generate(ids, max_new_tokens=new, do_sample=False)
-        texts.append((ids[0].tolist(), answer[0, ids.shape[1] :].tolist()))
-    return texts
-
-
 @pytest.mark.parametrize("num_ept", [1, 2])
 def test_accuracies_are_those_of_the_predictions(fresh: Tiny, num_ept: int) -> None:
     """One place at a time."""
     model = adapted(fresh("llama"), num_prompt_tokens=2, num_ept=num_ept)
-    drafter, texts = drafter_of(model), texts_of(model, 2)
+    drafter = get_method("ppd").make_drafter(model, get_method("ppd").parse_options({}))
+    answers = [model.generate(prompt(seed=seed), **NEW)[0].tolist() for seed in range(2)]
+    texts = [(ids[:12], ids[12:]) for ids in answers]
     table = measure_accuracies(drafter, texts)
     assert table.shape == (2, RANKS) and table.min() >= 0 and table.sum(1).max() <= 1 + 1e-9
     hits, places = np.zeros(2), 0
@@ -192,10 +183,6 @@ def test_the_size_goes_by_step_times() -> None:
     assert states == best_trees(table, int(cheap["size"]))
 
 
-NEW = {"max_new_tokens": 24, "do_sample": False}
-DYNAMIC = drafting("ppd", tree="dynamic")
-
-
 @pytest.mark.parametrize("num_ept", [1, 2])
 def test_made_used_and_saved(
     fresh: Tiny, tmp_path: Path, num_ept: int, monkeypatch: pytest.MonkeyPatch
@@ -206,13 +193,12 @@ def test_made_used_and_saved(
     prompts = [prompt(seed=seed)[0].tolist() for seed in range(2)]
     expected = make_dynamic_tree(model, prompts, max_size=12, max_new_tokens=30)
     assert 1 + num_ept <= expected["size"] <= 12 and expected["tau"] >= 1
-    plain = fresh("llama").generate(prompt(), **NEW)
-    assert torch.equal(model.generate(prompt(), **NEW, **DYNAMIC), plain)
+    check_same(model, DYNAMIC, prompt(), **NEW)
     eager = hf_spec.last_stats(model)
     assert eager.num_drafted_tokens > 0
     monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
     for _ in range(2):
-        assert torch.equal(model.generate(prompt(), **NEW, **DYNAMIC, **RECORDED), plain)
+        check_same(model, {**DYNAMIC, **RECORDED}, prompt(), **NEW)
     replayed = hf_spec.last_stats(model)
     assert replayed.details["compiled"]["made"] == 0
     assert replayed.accepted_histogram == eager.accepted_histogram
@@ -221,29 +207,38 @@ def test_made_used_and_saved(
     other.load_adapter(tmp_path)
     trees = [require_active(one, "PPD", "ppd").config.dynamic_tree for one in (model, other)]
     assert trees[0] == trees[1] and len(trees[0]) == 3
-    assert torch.equal(other.generate(prompt(), **NEW, **DYNAMIC), plain)
+    check_same(other, DYNAMIC, prompt(), **NEW)
 
 
 def test_what_makes_no_tree(fresh: Tiny) -> None:
     with pytest.raises(ValueError, match="needs an active adapter of type PPD"):
         make_dynamic_tree(fresh("llama"), [[5, 6]])
     model = adapted(fresh("llama"))
-    with pytest.raises(ValueError, match="max_size=1: must be a whole number from 2"):
-        make_dynamic_tree(model, [[5, 6]], max_size=1)
-    with pytest.raises(ValueError, match="answers end after a few tokens: give other prompts"):
-        make_dynamic_tree(model, [[5, 6]], max_new_tokens=2)
+    for given, message in (
+        ({"max_size": 1}, "max_size=1: must be a whole number from 2"),
+        ({"max_new_tokens": 2}, "answers end after a few tokens: give other prompts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_dynamic_tree(model, [[5, 6]], **given)
 
 
 @pytest.mark.parametrize(
     ("states", "message"),
     [
-        ([{"paths": [], "probes": [1]}, {"paths": [[VOCAB]], "probes": [1, 1]}], "of rank 61: "),
-        ([{"paths": [], "probes": [0]}] * 5, "up to 4 predicted tokens, the adapter drafts 3"),
+        (None, "has no dynamic tree. Make it with .*make_dynamic_tree"),
+        (
+            [{"paths": [], "probes": [1]}, {"paths": [[VOCAB]], "probes": [1, 1]}],
+            "dynamic_tree has .*of rank 61: ",
+        ),
+        (
+            [{"paths": [], "probes": [0]}] * 5,
+            "dynamic_tree has .*up to 4 predicted tokens, the adapter drafts 3",
+        ),
     ],
 )
 def test_trees_that_do_not_fit(fresh: Tiny, states: Any, message: str) -> None:
     model = adapted(fresh("llama"), dynamic_tree=states)
-    with pytest.raises(ValueError, match=f"dynamic_tree has .*{message}"):
+    with pytest.raises(ValueError, match=message):
         model.generate(prompt(), **NEW, **DYNAMIC)
 
 
@@ -259,8 +254,3 @@ def test_trees_that_do_not_fit(fresh: Tiny, states: Any, message: str) -> None:
 def test_broken_trees(states: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"dynamic_tree is none .*{message}.* make_dynamic_tree"):
         hf_spec.PPDConfig(dynamic_tree=states)
-
-
-def test_no_tree(fresh: Tiny) -> None:
-    with pytest.raises(ValueError, match="has no dynamic tree. Make it with .*make_dynamic_tree"):
-        adapted(fresh("llama")).generate(prompt(), **NEW, **DYNAMIC)

@@ -99,14 +99,11 @@ def test_the_tree_holds_the_most_probable_continuations(
     rng, confidence = random.Random(seed), learned(seed)
     tokens = sequence(rng, rng.randint(2, 40), rng.choice([1, 2, 4]))
     matches = rescan(tokens, 1, 4, limit=8)
-    row = continuation_tree(
-        tokens, matches, max_depth, max_nodes, confidence, min_probability=floor
-    )
+    row = continuation_tree(tokens, matches, max_depth, max_nodes, confidence, floor)
     paths = token_paths(row)
     first = confidence.first(matches[0][1]) if matches else 0.0
     weights = probabilities(tokens, matches, max_depth, first, confidence.deeper)
     likely = sorted((w for w in weights.values() if w >= floor), reverse=True)
-
     assert row.tokens[0] == tokens[-1]
     assert len(paths) == min(max_nodes, len(likely))
     assert max(row.depths) <= max_depth
@@ -194,15 +191,11 @@ def test_rows_are_drafted_for_themselves() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.int32])
 def test_get_candidates_appends_the_best_chain(dtype: torch.dtype) -> None:
-    rng, one = random.Random(3), drafter(max_depth=6)
-    tokens = [4, 5, 6]
+    rng, one, tokens = random.Random(3), drafter(max_depth=6), [4, 5, 6]
     for _ in range(12):
-        ids = torch.tensor([tokens], dtype=dtype)
-        candidates, logits = one.get_candidates(ids)
+        candidates, logits = one.get_candidates(torch.tensor([tokens], dtype=dtype))
         matches = rescan(tokens, 1, 4, 1)
         chain = continuation(tokens, matches[0][0], 6) if matches else []
-        assert logits is None
-        assert candidates.dtype == dtype
-        assert candidates.shape == (1, len(tokens) + len(chain))
-        assert candidates[0].tolist() == tokens + chain
+        assert logits is None and candidates.dtype == dtype
+        assert candidates.tolist() == [tokens + chain]
         tokens = tokens + sequence(rng, rng.randint(1, 3), 4)
