@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import randomise
+from adapter_oracle import added
 from conftest import Tiny, check_same
 from running import drafting
 from safetensors.torch import load_file, save_file
@@ -58,11 +58,15 @@ def test_there_and_back(tmp_path: Path, name: str, form: str) -> None:
         assert given.keys() == wanted.keys() and ours.keys() == theirs.keys()
 
 
-def exported(fresh: Tiny, folder: Path, form: str, **fields: Any) -> Path:
-    model = fresh("llama")
-    model.add_adapter(hf_spec.Eagle3Config(**fields))
-    randomise(model, "EAGLE3")
+def saved(model: Any, folder: Path, **fields: Any) -> Any:
+    """A model with an adapter, which the folder has."""
+    added(model, hf_spec.Eagle3Config(**fields))
     model.save_pretrained(folder / "adapter")
+    return model
+
+
+def exported(fresh: Tiny, folder: Path, form: str, **fields: Any) -> Path:
+    saved(fresh("llama"), folder, **fields)
     return export_adapter(folder / "adapter", form, fresh("llama"), folder / "out")
 
 
@@ -70,11 +74,7 @@ def exported(fresh: Tiny, folder: Path, form: str, **fields: Any) -> Path:
 def test_rows_of_a_matrix_that_the_base_scales(fresh: Tiny, tmp_path: Path, own: bool) -> None:
     """Imported drafters take them as they are, in the file or not; ours as the base's module gives
     them, which goes with the export and which SGLang does not do."""
-    config = {"layers": [1], "draft_vocab_size": 20}
-    model = fresh("gemma3")
-    model.add_adapter(hf_spec.Eagle3Config(**config))
-    randomise(model, "EAGLE3")
-    model.save_pretrained(tmp_path / "adapter")
+    model = saved(fresh("gemma3"), tmp_path, layers=[1], draft_vocab_size=20)
     ids, embed = torch.arange(7), model.get_input_embeddings()
     ours = Eagle3Network(model, find_active(model, "EAGLE3"))
     assert torch.equal(ours.embedded(ids), embed(ids))
