@@ -1,6 +1,7 @@
 """EAGLE-3's decoder against what speculators computed, through the drafter's own steps."""
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,14 @@ class Fixture:
             weight.data.copy_(tensors[key])
         self.ids, self.features = self.io["ids"], self.io["base.features"]
 
-    def commit(self, drafter: Any, *parts: tuple[int, int], **more: Any) -> None:
-        commit(drafter, self.ids, self.features, [*parts], **more)
+    def steps(self, drafter: Any) -> Iterator[tuple[int, int]]:
+        """The recorded steps, after each of which the drafter has states of so many tokens."""
+        done = 0
+        for step, entry in enumerate(self.log):
+            end = entry["committed"] - 1
+            commit(drafter, self.ids, self.features, [(done, end)])
+            yield step, end
+            done = end
 
 
 @pytest.fixture
@@ -69,22 +76,19 @@ def fixture(name: str) -> Any:
 
 @every_fixture
 def test_chains_after_partial_acceptance(fixture: Any, name: str) -> None:
-    drafter, done = started("eagle3", fixture.model), 0
-    for step, entry in enumerate(fixture.log):
-        end = entry["committed"] - 1
-        fixture.commit(drafter, (done, end))
+    drafter = started("eagle3", fixture.model)
+    for step, _ in fixture.steps(drafter):
         tokens, logits = chain(drafter)
         assert tokens.tolist() == fixture.io[f"step{step}.chain_tokens"].tolist()
         torch.testing.assert_close(logits, fixture.io[f"step{step}.chain_logits"], **NEAR)
         keys, _ = row_of(drafter.cache, 0, 0)
         torch.testing.assert_close(keys, fixture.io[f"step{step}.cache_keys"][0], **NEAR)
-        done = end
 
 
 @every_fixture
 def test_tree(fixture: Any, name: str) -> None:
     drafter, io = started("eagle3", fixture.model), fixture.io
-    fixture.commit(drafter, (0, 13))
+    commit(drafter, fixture.ids, fixture.features, [(0, 13)])
     logits = drafter.level(frontier(0, fixture.ids[:, 13:14]))[:, 0]
     best = logits.topk(3).indices
     best = best if drafter.token_ids is None else drafter.token_ids[best]
@@ -125,10 +129,8 @@ def test_training_time_test(fixture: Any, name: str) -> None:
 def test_parallel_drafts(fixture: Any, name: str) -> None:
     """P-EAGLE: mask rows behind the true ones, whose logits no draft token changes; in training,
     too."""
-    drafter, done, io = started("eagle3", fixture.model), 0, fixture.io
-    for step, entry in enumerate(fixture.log):
-        end = entry["committed"] - 1
-        fixture.commit(drafter, (done, end))
+    drafter, io = started("eagle3", fixture.model), fixture.io
+    for step, end in fixture.steps(drafter):
         tokens, logits = chain(drafter)
         assert tokens[:, :4].tolist() == io[f"step{step}.draft_tokens"].tolist()
         torch.testing.assert_close(logits[:, :4], io[f"step{step}.logits"][:, -4:], **NEAR)
@@ -136,7 +138,6 @@ def test_parallel_drafts(fixture: Any, name: str) -> None:
         anchors = torch.tensor([[end - 1]])
         trained = unrolled(drafter.network, fixture.ids, fixture.features, anchors, 4)
         torch.testing.assert_close(trained[:, 0], io[f"step{step}.logits"][:, -4:], **NEAR)
-        done = end
 
 
 def test_a_base_whose_embeddings_are_narrower_than_its_states() -> None:

@@ -116,25 +116,33 @@ def setting(tiny: Tiny):
         )
 
 
+def logits_behind(
+    model: PreTrainedModel, known: Tensor, tokens: Tensor, skips: dict[str, list[int]],
+    other: PreTrainedModel | None = None,
+) -> Tensor:  # fmt: skip
+    """``(new, vocab)`` what the skipping model says of tokens ``(new,)`` behind the full model's
+    cache of those before; ``other``: the model with other weights, if it has these then."""
+    cache: DynamicCache = model(known[None], use_cache=True)[CACHE]
+    before, count, drafts = len(known), len(tokens), other or model
+    # A stock cache takes its length from layer 0, which may be skipped.
+    hidden = torch.full((count, before + count), -1e300, dtype=torch.float64)
+    with running(LayerSkipper(drafts, **skips).changes):
+        return drafts(
+            tokens[None], **{CACHE: cache}, attention_mask=hidden.triu(before + 1)[None, None],
+            position_ids=before + torch.arange(count)[None],
+        ).logits[0]  # fmt: skip
+
+
 def draft_by_stock_cache(
     model: PreTrainedModel, row: list[int], skips: dict[str, list[int]], length: int,
     other: PreTrainedModel | None = None,
 ) -> tuple[list[int], list[Tensor]]:  # fmt: skip
-    """Prefix states of the full model, then greedy tokens of the skipping model one by one;
-    ``other``: the model with other weights, if it has these when it drafts."""
-    drafts = other or model
-    cache: DynamicCache = model(torch.tensor([row[:-1]]), use_cache=True)[CACHE]
-    tokens, logits = [row[-1]], []
-    with running(LayerSkipper(drafts, **skips).changes):
-        for step in range(length):
-            place = len(row) - 1 + step
-            visible = torch.zeros(1, 1, 1, place + 1, dtype=torch.float64)  # all of it
-            out = drafts(
-                torch.tensor([tokens[-1:]]), **{CACHE: cache}, attention_mask=visible,
-                position_ids=torch.tensor([[place]]),
-            )  # fmt: skip
-            logits.append(out.logits[0, -1])
-            tokens.append(int(logits[-1].argmax()))
+    """Greedy tokens of the skipping model behind the full model's cache, and their logits."""
+    tokens, logits = row[-1:], list[Tensor]()
+    for _ in range(length):
+        given = torch.tensor(row[:-1]), torch.tensor(tokens)
+        logits.append(logits_behind(model, *given, skips, other)[-1])
+        tokens.append(int(logits[-1].argmax()))
     return tokens[1:], logits
 
 

@@ -16,11 +16,11 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from adapter_oracle import batch_of, hooked, random_answers, with_updates
 from bit_sums import bit_sums
 from conftest import Tiny, check_same, prompt, ragged
-from running import CAPTURED, drafting, running
-from test_layer_skip_drafter import Setting, draft_by_stock_cache
+from running import CAPTURED, drafting
+from test_layer_skip_drafter import Setting, draft_by_stock_cache, logits_behind
 from torch import Tensor
 from trained import answers, as_options
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -28,7 +28,6 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.layer_skip import adapter as layer_skip
 from hf_spec.methods.registry import get_method
 from hf_spec.tools import cli
-from modeling_patches.cache_name import CACHE
 from modeling_patches.layer_skip import LayerSkipper
 from modeling_patches.merged_copies import _COPIES
 
@@ -191,15 +190,8 @@ def naive(model: Any, oracle: Any, batch: dict[str, Tensor]) -> Tensor:
             piece = ids[anchor + 1 : anchor + 1 + layer_skip.PIECE]
             if not len(piece):
                 continue
-            cache = DynamicCache()
-            with torch.no_grad():
-                model(ids[None, : anchor + 1], **{CACHE: cache}, use_cache=True)
-            with running(LayerSkipper(oracle, **SKIP).changes):
-                drafted = oracle(
-                    piece[None], **{CACHE: cache},
-                    position_ids=torch.arange(anchor + 1, anchor + 1 + len(piece))[None],
-                    attention_mask=_causal(anchor + 1, len(piece)),
-                ).logits[0].double().log_softmax(-1)  # fmt: skip
+            logits = logits_behind(model, ids[: anchor + 1], piece, SKIP, oracle)
+            drafted = logits.double().log_softmax(-1)
             for at in range(len(piece)):
                 place = anchor + 1 + at
                 if place + 1 < len(ids) and labels[place + 1] != -100:
@@ -207,12 +199,6 @@ def naive(model: Any, oracle: Any, batch: dict[str, Tensor]) -> Tensor:
                     terms.append((p.exp() * (p - q)).sum())
         rows.append(torch.stack(terms).mean())
     return torch.stack(rows).mean()
-
-
-def _causal(before: int, new: int) -> Tensor:
-    seen = torch.ones(new, before + new).tril(before)
-    mask = torch.zeros(new, before + new, dtype=torch.float64)
-    return mask.masked_fill(seen == 0, torch.finfo(torch.float64).min)[None, None]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])

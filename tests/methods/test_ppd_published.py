@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import check_same
 from peft import PromptTuningConfig, get_peft_model, get_peft_model_state_dict
 from running import configured
 from safetensors.torch import save_file
@@ -29,18 +30,15 @@ def test_prompt_embeddings(tmp_path: Path, suffix: str) -> None:
     adapter = find_active(model, "PPD")
     assert adapter.config.num_prompt_tokens == 3
     assert torch.equal(adapter.tensors()["prompts"], state["prompt_embeddings"])
-    ids = torch.tensor([[5, 9, 17, 40]])
     config = hf_spec.SpecConfig.from_pretrained(output)
-    plain = make_model().generate(ids, max_new_tokens=12, do_sample=False)
-    ours = model.generate(ids, max_new_tokens=12, do_sample=False, **configured(config))
-    assert ours.tolist() == plain.tolist()
+    check_same(model, configured(config), torch.tensor([[5, 9, 17, 40]]))
 
 
 def test_what_is_no_prompt_tokens(tmp_path: Path) -> None:
     path = tmp_path / "adapter_model.safetensors"
-    save_file({"prompt_embeddings": torch.zeros(4)}, path)
-    with pytest.raises(ValueError, match="no tensor 'prompt_embeddings'"):
-        import_adapter(path, "ppd", make_model(), tmp_path / "ppd")
-    save_file({"prompt_embeddings": torch.zeros(4, 7)}, path)
-    with pytest.raises(ValueError, match="does not fit LlamaForCausalLM"):
-        import_adapter(path, "ppd", make_model(), tmp_path / "ppd")
+    for shape, message in (
+        ((4,), "no tensor 'prompt_embeddings'"), ((4, 7), "does not fit LlamaForCausalLM")
+    ):  # fmt: skip
+        save_file({"prompt_embeddings": torch.zeros(shape)}, path)
+        with pytest.raises(ValueError, match=message):
+            import_adapter(path, "ppd", make_model(), tmp_path / "ppd")

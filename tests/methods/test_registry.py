@@ -1,6 +1,7 @@
 """Methods are made known in one way, by name and by the type of their adapter."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -24,15 +25,15 @@ def test_a_method_is_registered_once_and_again() -> None:
     assert get_method("own") is own and "own" in hf_spec.strategies()
 
 
-def test_a_name_that_is_taken() -> None:
-    other = dataclasses.replace(get_method("bita"), drafter=get_method("medusa").drafter)
-    with pytest.raises(ValueError, match="'bita' is that of .*BitaDrafter: choose another name"):
-        register_method(other)
-    assert get_method("bita") is not other
-
-
-def test_half_an_adapter() -> None:
-    half = dataclasses.replace(get_method("bita"), name="half", adapter_module=None)
-    with pytest.raises(ValueError, match="only one of adapter_config and adapter_module"):
-        register_method(half)
-    assert "half" not in methods()
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"drafter": hf_spec.Drafter}, "'bita' is that of .*BitaDrafter: choose another name"),
+        ({"name": "half", "adapter_module": None}, "only one of adapter_config and adapter_module"),
+    ],
+)
+def test_refused(fields: dict[str, Any], message: str) -> None:
+    before = methods()
+    with pytest.raises(ValueError, match=message):
+        register_method(dataclasses.replace(get_method("bita"), **fields))
+    assert methods() == before
