@@ -147,8 +147,8 @@ def losses_one_by_one(
 
 
 def cache_behind(model: Any, ids: Tensor, front: Iterable[Sequence[Tensor]]) -> DynamicCache:
-    """The cache of a text ``(seq,)``, in each layer with these keys and values, ``(heads, n, dim)``,
-    in front of the text's, which does not see them."""
+    """The cache of a text ``(seq,)`` that has not seen what is in front of it: in each layer these
+    keys and values, ``(heads, n, dim)``."""
     seen, cache = DynamicCache(), DynamicCache()
     model(input_ids=ids[None], **{CACHE: seen}, use_cache=True)
     for index, (layer, own) in enumerate(zip(seen.layers, front, strict=True)):

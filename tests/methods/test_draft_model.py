@@ -20,11 +20,8 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 11, "do_sample": False}
 GIVEN = {"row": {"input_ids": prompt()}, "batch": ragged()}
 
 
-def drafts(**options: Any) -> dict[str, Any]:
-    """As ``drafting`` gives them, without an assistant."""
-    spec = drafting("draft_model", **options)
-    del spec["assistant_model"]
-    return spec
+def drafts(assistant: Any, **options: Any) -> dict[str, Any]:
+    return {**drafting("draft_model", **options), "assistant_model": assistant}
 
 
 def assistant_of(tiny: Tiny, name: str) -> Any:
@@ -42,7 +39,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     tiny: Tiny, name: str, tree: str, given: str
 ) -> None:
     model = assistant_of(tiny, name)
-    check_same(model, {**drafts(tree=tree), "assistant_model": model}, **GIVEN[given], **GREEDY)
+    check_same(model, drafts(model, tree=tree), **GIVEN[given], **GREEDY)
     stats = hf_spec.last_stats(model)
     # 10 tokens after the first one: chains of 8 draft tokens and a bonus.
     assert stats.num_steps == 3 if tree == "chain" else stats.num_steps < 9
@@ -62,23 +59,17 @@ def test_nodes_of_a_tree_are_as_the_assistant_alone(tiny: Tiny, name: str) -> No
     drafter.start(state)
     for step in range(2):
         drafter.catch_up(state)
-        zeros = torch.zeros(2, 1, dtype=torch.long)
-        logits = drafter.level(frontier(0, zeros))
-        paths: list[list[list[int]]] = [[[]], [[]]]
+        logits = drafter.level(frontier(0, torch.zeros(2, 1, dtype=torch.long)))
+        paths: list[list[int]] = [[]]
         for depth in range(3):
-            for row in range(2):
-                for node, path in enumerate(paths[row]):
-                    alone = assistant(torch.tensor([batch[row] + path])).logits[0, -1]
-                    torch.testing.assert_close(
-                        logits[row, node], alone[: drafter.shared], rtol=1e-4, atol=1e-4
-                    )
-            tokens = torch.tensor([[3 + depth, 9, 5]] * 2)
-            parents = torch.tensor([[1, 0, 1]] * 2).clamp(max=logits.shape[1] - 1)
-            paths = [
-                [rows[above] + [int(token)] for above, token in zip(parents[0], tokens[0])]
-                for rows in paths
-            ]
-            logits = drafter.level(frontier(depth + 1, tokens, parents))
+            for row, node in product(range(2), range(len(paths))):
+                alone = assistant(torch.tensor([batch[row] + paths[node]])).logits[0, -1]
+                expected = alone[: drafter.shared]
+                torch.testing.assert_close(logits[row, node], expected, rtol=1e-4, atol=1e-4)
+            tokens, parents = [3 + depth, 9, 5], [1, 0, 1] if depth else [0, 0, 0]
+            paths = [paths[above] + [token] for above, token in zip(parents, tokens)]
+            given = (torch.tensor([one] * 2) for one in (tokens, parents))
+            logits = drafter.level(frontier(depth + 1, *given))
         drafter.finish()
         batch[0] += [8, 11, 4][: 3 * step or 1]
         batch[1] += [6] * (step + 1)
@@ -89,15 +80,14 @@ def test_parts_of_a_prompt(tiny: Tiny, fresh: Tiny) -> None:
     assistant.register_forward_pre_hook(
         lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    spec = {**drafts(), "assistant_model": assistant}
-    check_same(tiny("llama"), spec, prompt(11), **GREEDY, prefill_chunk_size=4)
+    check_same(tiny("llama"), drafts(assistant), prompt(11), **GREEDY, prefill_chunk_size=4)
     assert widths[:3] == [4, 4, 4]  # the prompt and its first new token
 
 
 @pytest.mark.parametrize("way", [{}, CAPTURED], ids=["eager", "compiled"])
 def test_continued(tiny: Tiny, way: dict[str, Any]) -> None:
     """The drafter has not seen what an earlier call has cached."""
-    spec = {**drafts(), "assistant_model": tiny("llama"), **way}
+    spec = {**drafts(tiny("llama")), **way}
     check_continued(tiny("llama_tied"), spec, **GREEDY)
 
 
@@ -107,7 +97,7 @@ def test_vocabularies_of_other_padded_sizes(tiny: Tiny, fresh: Tiny, size: int) 
     model, assistant = tiny("llama_tied"), fresh("llama")
     assistant.resize_token_embeddings(size)
     for given in GIVEN.values():
-        out = check_same(model, {**drafts(), "assistant_model": assistant}, **given, **GREEDY)
+        out = check_same(model, drafts(assistant), **given, **GREEDY)
         assert size > 61 or out.max() >= size
         assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
@@ -120,7 +110,7 @@ class Words(list[str]):
 
 
 def test_refused(tiny: Tiny, fresh: Tiny) -> None:
-    model, spec, larger, other = tiny(), drafts(), fresh("llama"), fresh("llama")
+    model, spec, larger, other = tiny(), drafts(None), fresh("llama"), fresh("llama")
     larger.resize_token_embeddings(2000)
     other.config.bos_token_id = other.generation_config.bos_token_id = 7
     cases: list[tuple[dict[str, Any], str]] = [
@@ -145,9 +135,8 @@ def test_refused(tiny: Tiny, fresh: Tiny) -> None:
 
 def test_two_tokenizers_with_the_same_tokens(tiny: Tiny) -> None:
     """A pipeline gives both where the models' vocabularies are padded to different sizes."""
-    given = {"assistant_model": tiny("llama_tied"), "assistant_tokenizer": Words("abc")}
-    given["tokenizer"] = Words("abc")
-    check_same(tiny("llama"), {**drafts(), **given}, **GIVEN["row"], **GREEDY)
+    given = {"tokenizer": Words("abc"), "assistant_tokenizer": Words("abc")}
+    check_same(tiny("llama"), {**drafts(tiny("llama_tied")), **given}, **GIVEN["row"], **GREEDY)
 
 
 def test_assistants_in_wrappers_draft_as_their_models_do(tiny: Tiny, fresh: Tiny) -> None:
@@ -160,7 +149,7 @@ def test_assistants_in_wrappers_draft_as_their_models_do(tiny: Tiny, fresh: Tiny
     merged = copy.deepcopy(tuned).merge_and_unload()
 
     def accepted(assistant: Any) -> float:
-        check_same(model, {**drafts(), "assistant_model": assistant}, **GIVEN["row"], **GREEDY)
+        check_same(model, drafts(assistant), **GIVEN["row"], **GREEDY)
         return hf_spec.last_stats(model).mean_accepted_tokens
 
     best, expected = accepted(model), accepted(merged)

@@ -12,7 +12,8 @@ from architectures import assistant_for, base_of, build, config_class, random_mo
 from conftest import check_continued, check_same, prompt, ragged, shared
 from covering import covering
 from replay import RECORDED, Replay
-from running import CAPTURED, drafting, no_forward
+from running import CAPTURED, no_forward
+from test_draft_model import drafts
 from torch import Tensor
 from transformers.generation.candidate_generator import (
     SinglePositionMultiTokenCandidateGenerator as StockGenerator,
@@ -36,10 +37,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "penalty": ({"width": 2}, {"repetition_penalty": 1.3, "min_new_tokens": 8}),
     "sampled": ({}, {"do_sample": True, "temperature": 1.5, "top_k": 20}),
 }
-
-
-def drafts(assistant: Any, **options: Any) -> dict[str, Any]:
-    return {**drafting("draft_model", **options), "assistant_model": assistant}
 
 
 class Asked(NamedTuple):
