@@ -112,7 +112,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "always": (drafting("mtp"), {}),
     "chain": (drafting("mtp", tree="chain", lookup=True), {}),
     "exactly": (drafting("mtp", num_draft_tokens=5, width=2, max_depth=2), {}),
-    "auto": ({"assistant_strategy": "mtp"}, {}),
+    "auto": ({"assistant_strategy": "mtp"}, {"max_new_tokens": 24}),
     # Few sizes of trees, each of which is a graph.
     "compiled": ({**drafting("mtp", max_depth=2, width=2), **CAPTURED}, {}),
     "sampled": (drafting("mtp"), {"do_sample": True, "temperature": 1.5, "top_k": 20}),
