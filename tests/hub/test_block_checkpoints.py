@@ -237,7 +237,7 @@ BAD: list[tuple[Any, str, Any, str]] = [
     (released, "dspark", changed(markov_rank=9), "markov_w1.weight' has shape"),
     (released, "dflash", changed(aux_hidden_state_layer_ids=[2, 4, 9]), "numbered 0 to 8"),
     # Nothing says whether the last state is read before or after the final norm.
-    (released, "dflash", changed(aux_hidden_state_layer_ids=[2, 4, 8]), r"reads states \[2, 4, 8\]"),
+    (released, "dflash", changed(aux_hidden_state_layer_ids=[2, 4, 8]), r"states \[2, 4, 8\]"),
     (released, "dflash", changed(aux_hidden_state_layer_ids=[2, 4]), "'fc.weight' has shape"),
     (released, "dflash", changed(aux_hidden_state_layer_ids="2"), "no list of the base's layers"),
     (released, "dflash", changed(mask_token_id=128), "mask_token_id=128.*tokens 0 to 127"),
