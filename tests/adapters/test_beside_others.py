@@ -61,6 +61,13 @@ def trained(model: nn.Module, name: str = "default") -> None:
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
 
 
+def fine_tuned(model: Any, name: str = "default", **fields: Any) -> tuple[Any, list[list[int]]]:
+    """A model with a LoRA that changes something, and what it generates."""
+    tuned = get_peft_model(model, lora(**fields), name).eval()
+    trained(tuned, name)
+    return tuned, tokens(tuned)
+
+
 def saved(fresh: Tiny, folder: Path, name: str, architecture: str = "llama") -> str:
     """The folder of an adapter of random weights."""
     model = get_peft_model(fresh(architecture), CONFIGS[name]())
@@ -94,17 +101,13 @@ TUNED = [
     ),
     ids=str,
 )
-def test_every_strategy_beside_a_fine_tune(
-    fresh: Tiny, tuned_as: tuple[str, str], name: str, ours_first: bool
-) -> None:
+def test_every_strategy_beside_a_fine_tune(fresh, tuned_as, name, ours_first):
     """In both orders of attaching."""
     (architecture, kind), config = tuned_as, CONFIGS[name]
     model = fresh(architecture)
     if ours_first:
         model.add_adapter(config(), "ours")
-    tuned = get_peft_model(model, lora(**LORAS[kind])).eval()
-    trained(tuned)
-    expected = tokens(tuned)
+    tuned, expected = fine_tuned(model, **LORAS[kind])
     if not ours_first:
         model.add_adapter(config(), "ours")
         model.set_adapter(["default", "ours"])
@@ -120,7 +123,7 @@ def test_every_strategy_beside_a_fine_tune(
 
 @pytest.mark.parametrize("kind", LORAS)
 @pytest.mark.parametrize("architecture", ["llama", "llama_tied"])
-def test_drafts_follow_the_fine_tunes_embeddings(fresh: Tiny, architecture: str, kind: str) -> None:
+def test_drafts_follow_the_fine_tunes_embeddings(fresh, architecture, kind):
     """Tables of a call are made of the embeddings as they are used, and anew when that changes."""
     from hf_spec.drafting.draft_vocabulary import DraftVocabulary
     from hf_spec.drafting.markov_head import MarkovHead
@@ -160,11 +163,9 @@ def test_drafts_follow_the_fine_tunes_embeddings(fresh: Tiny, architecture: str,
 
 
 @pytest.mark.parametrize("name", ["medusa", "bita", "layer_skip"])
-def test_onto_the_base_of_a_peft_model_of_a_lora(fresh: Tiny, tmp_path: Path, name: str) -> None:
+def test_onto_the_base_of_a_peft_model_of_a_lora(fresh, tmp_path, name):
     folder, kind = saved(fresh, tmp_path / "ours", name), CONFIGS[name]().type_name
-    tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
-    trained(tuned)
-    expected = tokens(tuned)
+    tuned, expected = fine_tuned(fresh("llama"), **LORAS["saved head"])
     with pytest.raises(ValueError, match=r"type LORA loads no .* type .*: load it onto .*'ours'\)"):
         tuned.load_adapter(folder, adapter_name="ours")
     tuned.get_base_model().load_adapter(folder, adapter_name="ours")
@@ -181,12 +182,10 @@ def test_onto_the_base_of_a_peft_model_of_a_lora(fresh: Tiny, tmp_path: Path, na
     assert tokens(tuned, name) == expected
 
 
-def test_a_peft_model_around_another(fresh: Tiny, tmp_path: Path) -> None:
+def test_a_peft_model_around_another(fresh, tmp_path):
     """`PeftModel.from_pretrained` takes a `PeftModel`, too."""
     folder = saved(fresh, tmp_path / "ours", "medusa")
-    tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
-    trained(tuned)
-    expected = tokens(tuned)
+    tuned, expected = fine_tuned(fresh("llama"), **LORAS["saved head"])
     with pytest.raises(ValueError, match="has an adapter named 'default', of type LORA: give thi"):
         PeftModel.from_pretrained(tuned, folder)
     assert tokens(tuned) == expected
@@ -195,12 +194,10 @@ def test_a_peft_model_around_another(fresh: Tiny, tmp_path: Path) -> None:
     assert set(model.peft_config) == {"default", "ours"}
 
 
-def test_training_on_top_of_a_fine_tune(fresh: Tiny, tmp_path: Path) -> None:
+def test_training_on_top_of_a_fine_tune(fresh, tmp_path):
     """Only ours is trained, and it learns from the fine-tuned model."""
-    tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
-    trained(tuned)
+    tuned, expected = fine_tuned(fresh("llama"), **LORAS["saved head"])
     tuned.save_pretrained(tmp_path)
-    expected = tokens(tuned)
     model = PeftModel.from_pretrained(fresh("llama"), tmp_path)
     model = get_peft_model(model, CONFIGS["medusa"](), adapter_name="ours")
     changing = {name for name, part in model.named_parameters() if part.requires_grad}
@@ -213,23 +210,24 @@ def test_training_on_top_of_a_fine_tune(fresh: Tiny, tmp_path: Path) -> None:
     assert tokens(model, "medusa") == tokens(model) == expected
 
 
-def test_others_refusals_stay(fresh: Tiny) -> None:
+def test_others_refusals_stay(fresh):
     """PEFT refuses other mixtures as before."""
     from peft import IA3Config, PromptTuningConfig
 
-    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     tuned = get_peft_model(fresh("llama"), lora())
-    for other in (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), prompts):
+    for other in (
+        IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        CONFIGS["medusa"](),
+    ):
         with pytest.raises(ValueError, match="Cannot combine adapters with different peft types"):
             tuned.add_adapter("other", other)
-    with pytest.raises(ValueError, match="Cannot combine adapters with different peft types"):
-        tuned.add_adapter("ours", CONFIGS["medusa"]())
 
 
 # -------------------------------------------------------------------- through Transformers' methods
 
 
-def test_loaded_by_transformers(fresh: Tiny, tmp_path: Path) -> None:
+def test_loaded_by_transformers(fresh, tmp_path):
     model: Any = fresh("llama")
     plain = tokens(model)
     model.add_adapter(lora(**LORAS["tokens"], **LORAS["saved head"]), adapter_name="ft")
@@ -256,15 +254,13 @@ def test_loaded_by_transformers(fresh: Tiny, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------ saving and merging
 
 
-def test_each_is_saved_by_itself(fresh: Tiny, tmp_path: Path) -> None:
+def test_each_is_saved_by_itself(fresh, tmp_path):
     fresh("llama").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
-    tuned = get_peft_model(model, lora(modules_to_save=["lm_head"]), "ft").eval()
-    trained(tuned, "ft")
+    tuned, expected = fine_tuned(model, "ft", **LORAS["saved head"])
     model.load_adapter(saved(fresh, tmp_path / "made", "medusa"), adapter_name="ours")
     tuned.save_pretrained(tmp_path / "both")
     tuned.save_pretrained(tmp_path / "one", selected_adapters=["ours"])
-    expected = tokens(tuned)
     assert not (tmp_path / "one" / "ft").exists()
     made = (tmp_path / "made" / "adapter_model.safetensors").read_bytes()
     for folder in ("both/ours", "one/ours"):
@@ -276,16 +272,14 @@ def test_each_is_saved_by_itself(fresh: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_merging_the_lora(fresh: Tiny, tmp_path: Path, ours_first: bool) -> None:
+def test_merging_the_lora(fresh, tmp_path, ours_first):
     folder = saved(fresh, tmp_path / "ours", "medusa")
     model: Any = fresh("llama")
     if ours_first:
         model.load_adapter(folder, adapter_name="ours")
-    tuned = get_peft_model(model, lora(modules_to_save=["lm_head"])).eval()
-    trained(tuned)
+    tuned, expected = fine_tuned(model, **LORAS["saved head"])
     if not ours_first:
         model.load_adapter(folder, adapter_name="ours")
-    expected = tokens(tuned)
     tuned.merge_adapter()
     assert tokens(tuned, "medusa") == tokens(tuned) == expected
     tuned.unmerge_adapter()
@@ -306,7 +300,7 @@ def test_merging_the_lora(fresh: Tiny, tmp_path: Path, ours_first: bool) -> None
     ("name", "architecture"),
     [*((name, "llama_tied") for name in ("medusa", "bita", "ppd")), ("own heads", "opt")],
 )
-def test_a_vocabulary_that_grew(fresh: Tiny, tmp_path: Path, name: str, architecture: str) -> None:
+def test_a_vocabulary_that_grew(fresh, tmp_path, name, architecture):
     """An adapter fits before and after tokens are added; batches too, and when sampled."""
     folder = saved(fresh, tmp_path / "ours", name, architecture)
     for grown_first in (False, True):
@@ -327,7 +321,7 @@ def test_a_vocabulary_that_grew(fresh: Tiny, tmp_path: Path, name: str, architec
     assert sampled[0] == sampled[1]
 
 
-def test_a_vocabulary_that_shrank(fresh: Tiny, tmp_path: Path) -> None:
+def test_a_vocabulary_that_shrank(fresh, tmp_path):
     folder = saved(fresh, tmp_path / "ours", "medusa")
     model: Any = fresh("llama")
     model.resize_token_embeddings(50)
@@ -335,7 +329,7 @@ def test_a_vocabulary_that_shrank(fresh: Tiny, tmp_path: Path) -> None:
         model.load_adapter(folder)
 
 
-def test_saving_on_a_grown_model(fresh: Tiny, tmp_path: Path) -> None:
+def test_saving_on_a_grown_model(fresh, tmp_path):
     """PEFT would add the model's embeddings to the adapter's file."""
     fresh("llama").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
