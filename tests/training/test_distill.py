@@ -403,6 +403,3 @@ def test_folders_of_others_and_damaged_ones(root, unfinished, tmp_path, capsys):
     shutil.copy(unfinished / "provenance.json", tmp_path)
     assert distill(root, tmp_path) == 2
     assert "answers.jsonl, line 2: not JSON" in capsys.readouterr().err
-
-
-# -------------------------------------------------------------------------------------- bad input
