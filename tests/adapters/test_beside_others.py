@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import adapter_oracle
 import pytest
 import torch
 from adapter_oracle import randomise
@@ -69,12 +70,7 @@ def fine_tuned(model: Any, name: str = "default", **fields: Any) -> tuple[Any, l
 
 
 def saved(fresh: Tiny, folder: Path, name: str, architecture: str = "llama") -> str:
-    """The folder of an adapter of random weights."""
-    model = get_peft_model(fresh(architecture), CONFIGS[name]())
-    if methods()[STRATEGY[name]].needs_adapter:
-        randomise(model, CONFIGS[name]().type_name)
-    model.save_pretrained(folder)
-    return str(folder)
+    return adapter_oracle.saved(fresh(architecture), CONFIGS[name](), folder)
 
 
 def tokens(model: Any, name: str | None = None, **inputs: Any) -> list[list[int]]:
@@ -111,8 +107,7 @@ def test_every_strategy_beside_a_fine_tune(fresh, tuned_as, name, ours_first):
     if not ours_first:
         model.add_adapter(config(), "ours")
         model.set_adapter(["default", "ours"])
-    if methods()[STRATEGY[name]].needs_adapter:
-        randomise(tuned, config().type_name)
+    randomise(tuned, config().type_name)
     if name == "medusa":
         assert tokens(tuned) == expected, "the fine-tune is as before"
     assert tokens(tuned, name) == expected

@@ -6,9 +6,10 @@ from typing import ClassVar
 
 import pytest
 import torch
-from adapter_oracle import SHAPE, load, make_base, randomise
+from adapter_oracle import SHAPE, load, make_base, saved
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from trained import same
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from hf_spec import DFlashConfig, LayerSkipConfig
@@ -43,24 +44,11 @@ def weights(model, kind):
     return {name: w.detach().clone() for name, w in find_active(model, kind).tensors().items()}
 
 
-def same(ours, theirs):
-    """The same names and the same bits."""
-    assert ours.keys() == theirs.keys()
-    return all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def saved(base_path, path, config):
-    """A saved adapter with random weights; returns its folder and its weights."""
-    model = get_peft_model(load(base_path), config)
-    randomise(model, config.type_name)
-    model.save_pretrained(str(path))
-    return str(path), weights(model, config.type_name)
-
-
 def test_a_base_that_is_dispatched(base, base_path, kind, tmp_path):
     """Loading looks the adapter's device up in the base's map."""
     accelerate = pytest.importorskip("accelerate")
-    folder, expected = saved(base_path, tmp_path, CONFIGS[kind]())
+    made = load(base_path)
+    folder, expected = saved(made, CONFIGS[kind](), tmp_path), weights(made, kind)
     device_map = {"model": "cpu", "lm_head": "cpu"}
     dispatched = accelerate.dispatch_model(base, device_map, force_hooks=True)
     dispatched.load_adapter(folder)
@@ -114,7 +102,8 @@ def test_converted_architectures(kind, tmp_path):
     """Mixtral's keys are rewritten while loading; ours are left alone."""
     config = MixtralConfig(**SHAPE, num_local_experts=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    folder, expected = saved(str(tmp_path / "base"), tmp_path / "adapter", CONFIGS[kind]())
+    made = load(str(tmp_path / "base"))
+    folder, expected = saved(made, CONFIGS[kind](), tmp_path / "adapter"), weights(made, kind)
     for attach in (PeftModel.from_pretrained, lambda model, folder: model.load_adapter(folder)):
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         attach(base, folder)
@@ -129,7 +118,7 @@ def test_converted_architectures(kind, tmp_path):
     ],
 )
 def test_wrong_base(base_path, tmp_path, config, message):
-    folder, _ = saved(base_path, tmp_path, LayerSkipConfig())
+    folder = saved(load(base_path), LayerSkipConfig(), tmp_path)
     config.save_pretrained(folder)
     for attach in (
         lambda base: get_peft_model(base, config),
