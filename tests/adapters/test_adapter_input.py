@@ -350,8 +350,6 @@ def test_other_peoples_adapters_pass_through(base_path, tmp_path):
                 ({}, 0, "base_facts=0: must be a whole number of at least 1. Leave it out"),
             )
         ),
-        ("LayerSkip", {"skips": [1]}, "LayerSkipConfig has no field 'skips'"),
-        ("LayerSkip", {"format_version": 2}, "format_version=2; this hf_spec reads versions 1 to"),
         ("LayerSkip", {"peft_type": "LORA"}, "LayerSkipConfig is of PEFT type LAYER_SKIP, got .*"),
         ("PPD", {"num_prompt_tokens": 10**7}, "num_prompt_tokens=10000000: .* from 1 to 256"),
         ("PPD", {"num_ept": 10**7}, "num_ept=10000000: .* from 1 to 341"),  # 1024 of three each

@@ -12,7 +12,7 @@ import torch
 from adapter_oracle import randomise
 from conftest import Tiny, prompt, ragged
 from covering import covering
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from running import drafting
 from safetensors import safe_open
 from torch import nn
@@ -20,7 +20,10 @@ from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec.adapters.active import find_active
+from hf_spec.drafting.draft_vocabulary import DraftVocabulary
+from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.methods.registry import methods
+from hf_spec.model.hidden_states import output_logits
 
 #: Configs whose adapters draft with all that adapters can have.
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -120,29 +123,20 @@ def test_every_strategy_beside_a_fine_tune(fresh, tuned_as, name, ours_first):
 @pytest.mark.parametrize("architecture", ["llama", "llama_tied"])
 def test_drafts_follow_the_fine_tunes_embeddings(fresh, architecture, kind):
     """Tables of a call are made of the embeddings as they are used, and anew when that changes."""
-    from hf_spec.drafting.draft_vocabulary import DraftVocabulary
-    from hf_spec.drafting.markov_head import MarkovHead
-    from hf_spec.model.hidden_states import output_logits
-
     model = fresh(architecture)
     model.add_adapter(CONFIGS["medusa"](), "ours")
     randomise(model, "MEDUSA")
     tuned = get_peft_model(model, lora(**LORAS[kind])).eval()
-    adapter = find_active(tuned, "MEDUSA")
-    assert adapter is not None
-    weights = adapter.tensors()
-    vocabulary = DraftVocabulary.of(weights, model)
+    weights = find_active(tuned, "MEDUSA").tensors()
     markov_head = MarkovHead.of(weights, model)
-    assert vocabulary is not None and markov_head is not None
     hidden, previous = torch.randn(1, 3, 32), torch.tensor([[[5, 17], [9, 8]]])
     states, some = hidden[:, :2], torch.tensor([[[5, 6], [9, 4]]])
 
     def check() -> None:
-        fresh_ones = DraftVocabulary.of(weights, model), MarkovHead.of(weights, model)
         expected = output_logits(model, hidden)[..., weights["draft_vocabulary"]]
-        torch.testing.assert_close(fresh_ones[0](hidden), expected)
+        torch.testing.assert_close(DraftVocabulary.of(weights, model)(hidden), expected)
         full = markov_head.logits(previous, states[:, :, None].expand(-1, -1, 2, -1))
-        found = fresh_ones[1].bias(previous, states, some)
+        found = MarkovHead.of(weights, model).bias(previous, states, some)
         index = some[:, :, None].expand(-1, -1, 2, -1)
         torch.testing.assert_close(found, full.gather(3, index))
 
@@ -207,8 +201,6 @@ def test_training_on_top_of_a_fine_tune(fresh, tmp_path):
 
 def test_others_refusals_stay(fresh):
     """PEFT refuses other mixtures as before."""
-    from peft import IA3Config, PromptTuningConfig
-
     tuned = get_peft_model(fresh("llama"), lora())
     for other in (
         IA3Config(target_modules=["k_proj"], feedforward_modules=[]),

@@ -105,10 +105,10 @@ def test_every_way_to_attach_a_drafter(fresh, adapter):
     """What is trained stays as it was, whatever is chosen, disabled or deleted later."""
     model: Any = fresh("llama")
     model.get_input_embeddings().requires_grad_(False)
-    before = learned(model)
+    before, skip = learned(model), hf_spec.LayerSkipConfig(skip_attention=[1], inference_mode=True)
     for change in (
         lambda: model.load_adapter(adapter),
-        lambda: model.add_adapter(hf_spec.LayerSkipConfig(inference_mode=True), "other"),
+        lambda: model.add_adapter(skip, "other"),
         lambda: model.load_adapter(adapter, adapter_name="second"),
         lambda: model.set_adapter(["default", "other"]), model.disable_adapters,
         model.enable_adapters, lambda: model.set_adapter("second"),
