@@ -97,20 +97,17 @@ def test_published_layouts(checkpoint, tmp_path, suffix, layers, own, layout):
 def test_shards_named_by_an_index(tmp_path):
     """Only the files that hold heads are read."""
     state = medusa_heads(layout="in a model")
-    names = sorted(state)
-    torch.save({name: state[name] for name in names[:4]}, tmp_path / "part-2.bin")
-    torch.save({name: state[name] for name in names[4:]}, tmp_path / "part-3.bin")
-    places = {name: "part-2.bin" if name in names[:4] else "part-3.bin" for name in names}
+    places = {name: f"part-{2 + place // 4}.bin" for place, name in enumerate(sorted(state))}
+    for file in {*places.values()}:
+        torch.save({name: state[name] for name in state if places[name] == file}, tmp_path / file)
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "absent.bin", **places}}))
-    found = read_published(index, WANTS)
-    assert found.keys() == state.keys()
-    index.write_text(json.dumps({"weight_map": {names[0]: "../part-2.bin"}}))
-    with pytest.raises(ValueError, match="no file beside it"):
-        read_published(index, WANTS)
-    index.write_text("{}")
-    with pytest.raises(ValueError, match="no weight_map"):
-        read_published(index, WANTS)
+    assert read_published(index, WANTS).keys() == state.keys()
+    outside = {"weight_map": dict.fromkeys(state, "../part-2.bin")}
+    for content, message in ((outside, "no file beside it"), ({}, "no weight_map")):
+        index.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=message):
+            read_published(index, WANTS)
 
 
 @pytest.mark.parametrize("wrap", [
