@@ -190,6 +190,7 @@ def capped(states: Tensor, tensors: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("kind", ["dspark", "dflash"])
 @torch.no_grad()
 def test_a_block(tmp_path, kind, equal):
+    """Its states, logits and Markov head; the output is that of the base."""
     files = released(kind, equal)
     model = imported(tmp_path, "dspark", files, base())
     method, tensors = methods()["dspark"], files[1]
@@ -208,6 +209,7 @@ def test_a_block(tmp_path, kind, equal):
         w1, w2 = (tensors[f"markov_head.markov_w{one}.weight"] for one in (1, 2))
         markov = capped(expected, tensors) + w1[before[0]] @ w2.T
         torch.testing.assert_close(given, markov, **CLOSE)
+    check_same(model, drafting("dspark"), prompt(7, batch=2))
 
 
 @torch.no_grad()
@@ -221,7 +223,7 @@ def test_a_chain(tmp_path):
     states, everywhere = token_hidden(model, ids, None, layers), torch.arange(6)[None]
     found = unrolled(Eagle3Network(model, adapter), ids, states, everywhere, 1)[0, :, 0]
     torch.testing.assert_close(found, after(files[1], states[0, :-1], ids[0, 1:]), **CLOSE)
-    check_same(model, drafting("eagle3"), ids)
+    check_same(model, drafting("eagle3"), prompt(7, batch=2))
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
