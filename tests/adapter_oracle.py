@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from conftest import prompt
+from peft import get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
@@ -58,6 +59,14 @@ def added(model: Any, config: Any, name: str = "default", std: float = 0.15, see
     model.set_adapter(name)
     randomise(model, config.type_name, std, seed)
     return find_active(model, config.type_name)
+
+
+def saved(model: Any, config: Any, folder: Path) -> str:
+    """The folder of an adapter of random parameters, which stays on the model."""
+    made = get_peft_model(model, config)
+    randomise(made, config.type_name)
+    made.save_pretrained(str(folder))
+    return str(folder)
 
 
 @contextmanager

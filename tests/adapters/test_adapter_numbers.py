@@ -6,48 +6,46 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, Tiny, prompt
+from conftest import VOCAB, prompt
 from covering import covering
 from running import drafting
 
 import hf_spec
 from hf_spec.adapters.active import find_active
 from hf_spec.drafting.predictions import distribution
+from hf_spec.methods.registry import methods
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
-#: Strategy, class of its config, the config's fields, and options.
-ADAPTERS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
-    "bita": ("bita", hf_spec.BitaConfig, {}, {}),
-    "bita Markov head": ("bita", hf_spec.BitaConfig, {"markov_rank": 2}, {}),
-    "bita efficient": ("bita", hf_spec.BitaConfig, {}, {"tree": "efficient"}),
-    "bita shallow": ("bita", hf_spec.BitaConfig, {"prompt_depth": "shallow"}, {}),
-    "ppd": ("ppd", hf_spec.PPDConfig, {"num_prefix_tokens": 2, "num_ept": 2}, {}),
-    "ppd head": ("ppd", hf_spec.PPDConfig, {"head": "residual"}, {"tree": "static"}),
-    "space": ("space", hf_spec.SpaceConfig, {"update": "none"}, {}),
-    "space gated": ("space", hf_spec.SpaceConfig, {"markov_rank": 2}, {"tree": "chain"}),
-    "medusa": ("medusa", hf_spec.MedusaConfig, {"projection": "own"}, {"tree": "sparse"}),
+#: Strategy, its config's fields, and options.
+ADAPTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "bita": ("bita", {}, {}),
+    "bita Markov head": ("bita", {"markov_rank": 2}, {}),
+    "bita efficient": ("bita", {}, {"tree": "efficient"}),
+    "bita shallow": ("bita", {"prompt_depth": "shallow"}, {}),
+    "ppd": ("ppd", {"num_prefix_tokens": 2, "num_ept": 2}, {}),
+    "ppd head": ("ppd", {"head": "residual"}, {"tree": "static"}),
+    "space": ("space", {"update": "none"}, {}),
+    "space gated": ("space", {"markov_rank": 2}, {"tree": "chain"}),
+    "medusa": ("medusa", {"projection": "own"}, {"tree": "sparse"}),
     "layer_skip": (
-        "layer_skip",
-        hf_spec.LayerSkipConfig,
-        {"skip_attention": [1], "draft_rank": 2},
+        "layer_skip", {"skip_attention": [1], "draft_rank": 2},
         {"draft_exit": "fixed", "max_draft": 3},
     ),
-    "propd": ("propd", hf_spec.ProPDConfig, {"markov_rank": 2}, {"prune": True}),
-    "propd online": ("propd", hf_spec.ProPDConfig, {}, {"tree": "online", "prune": True}),
-}
+    "propd": ("propd", {"markov_rank": 2}, {"prune": True}),
+    "propd online": ("propd", {}, {"tree": "online", "prune": True}),
+}  # fmt: skip
 
 
-def spoilt(model: Any, config: Any, change: Callable[[torch.Tensor], Any], only: str = "") -> Any:
-    """The model with an adapter whose tensors have been changed; returns the model."""
-    model.add_adapter(config)
-    weights = find_active(model, config.type_name).tensors()
-    changed = [weight for name, weight in weights.items() if only in name]
-    assert changed
+def spoilt(model: Any, name: str, change: Callable[[torch.Tensor], Any]) -> tuple[Any, Any]:
+    """The model with an adapter whose tensors have been changed, and what it drafts with."""
+    strategy, fields, options = ADAPTERS[name]
+    config: Any = methods()[strategy].adapter_config
+    model.add_adapter(config(**fields))
     with torch.no_grad():
-        for weight in changed:
+        for weight in find_active(model, config.type_name).tensors().values():
             change(weight)
-    return model.eval()
+    return model.eval(), drafting(strategy, **options)
 
 
 def largest(weight: torch.Tensor) -> None:
@@ -79,32 +77,25 @@ CHANGES = {
     ),
     ids=str,
 )
-def test_numbers_as_large_as_there_are_and_none(
-    fresh: Tiny, name: str, attention: str, dtype: torch.dtype, change: str
-) -> None:
+def test_numbers_as_large_as_there_are_and_none(fresh, name, attention, dtype, change):
     """What layers make of them is infinite or NaN, and stays where it is: drafts suffer alone."""
-    strategy, config_class, fields, options = ADAPTERS[name]
-    plain = fresh("llama", attention, dtype)
-    ids = prompt(batch=2)
+    plain, ids = fresh("llama", attention, dtype), prompt(batch=2)
     wanted = plain.generate(ids, **GREEDY)
-    model = spoilt(plain, config_class(**fields), CHANGES[change])
-    found = model.generate(ids, **GREEDY, **drafting(strategy, **options))
-    assert torch.equal(found, wanted)
+    model, spec = spoilt(plain, name, CHANGES[change])
+    assert torch.equal(model.generate(ids, **GREEDY, **spec), wanted)
     assert change != "largest" or hf_spec.last_stats(model).num_drafted_tokens > 0
 
 
-def test_distribution() -> None:
+def test_distribution():
     scores = torch.tensor([[0.0, 0.0], [1.0, -torch.inf], [torch.nan, 1.0], [torch.inf, 1.0]])
     assert distribution(scores).tolist() == [[0.5, 0.5], [1.0, 0.0], [0.5, 0.5], [0.5, 0.5]]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["bita", "medusa", "propd"])
-def test_a_candidate_that_the_model_cannot_read(fresh: Tiny, name: str, attention: str) -> None:
+def test_a_candidate_that_the_model_cannot_read(fresh, name, attention):
     """Rows of the embeddings that no text uses may hold anything; a draft may name them."""
-    strategy, config_class, fields, options = ADAPTERS[name]
-    model = fresh("llama", attention)
-    ids = prompt(batch=2)
+    model, ids = fresh("llama", attention), prompt(batch=2)
     wanted = model.generate(ids, **GREEDY)
     used = set(wanted.flatten().tolist())
     unused = [token for token in range(VOCAB) if token not in used]
@@ -112,7 +103,6 @@ def test_a_candidate_that_the_model_cannot_read(fresh: Tiny, name: str, attentio
         model.get_input_embeddings().weight[unused] = torch.nan
     # Random heads and probes name any tokens.
     generator = torch.Generator().manual_seed(0)
-    spoilt(model, config_class(**fields), lambda weight: weight.normal_(generator=generator))
-    found = model.generate(ids, **GREEDY, **drafting(strategy, **options))
-    assert torch.equal(found, wanted)
+    _, spec = spoilt(model, name, lambda weight: weight.normal_(generator=generator))
+    assert torch.equal(model.generate(ids, **GREEDY, **spec), wanted)
     assert hf_spec.last_stats(model).num_drafted_tokens > 0

@@ -6,12 +6,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import adapter_oracle
 import pytest
 import torch
 from adapter_oracle import randomise
 from conftest import Tiny, prompt, ragged
 from covering import covering
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from running import drafting
 from safetensors import safe_open
 from torch import nn
@@ -19,7 +20,10 @@ from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec.adapters.active import find_active
+from hf_spec.drafting.draft_vocabulary import DraftVocabulary
+from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.methods.registry import methods
+from hf_spec.model.hidden_states import output_logits
 
 #: Configs whose adapters draft with all that adapters can have.
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -61,13 +65,15 @@ def trained(model: nn.Module, name: str = "default") -> None:
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
 
 
+def fine_tuned(model: Any, name: str = "default", **fields: Any) -> tuple[Any, list[list[int]]]:
+    """A model with a LoRA that changes something, and what it generates."""
+    tuned = get_peft_model(model, lora(**fields), name).eval()
+    trained(tuned, name)
+    return tuned, tokens(tuned)
+
+
 def saved(fresh: Tiny, folder: Path, name: str, architecture: str = "llama") -> str:
-    """The folder of an adapter of random weights."""
-    model = get_peft_model(fresh(architecture), CONFIGS[name]())
-    if methods()[STRATEGY[name]].needs_adapter:
-        randomise(model, CONFIGS[name]().type_name)
-    model.save_pretrained(folder)
-    return str(folder)
+    return adapter_oracle.saved(fresh(architecture), CONFIGS[name](), folder)
 
 
 def tokens(model: Any, name: str | None = None, **inputs: Any) -> list[list[int]]:
@@ -94,22 +100,17 @@ TUNED = [
     ),
     ids=str,
 )
-def test_every_strategy_beside_a_fine_tune(
-    fresh: Tiny, tuned_as: tuple[str, str], name: str, ours_first: bool
-) -> None:
+def test_every_strategy_beside_a_fine_tune(fresh, tuned_as, name, ours_first):
     """In both orders of attaching."""
     (architecture, kind), config = tuned_as, CONFIGS[name]
     model = fresh(architecture)
     if ours_first:
         model.add_adapter(config(), "ours")
-    tuned = get_peft_model(model, lora(**LORAS[kind])).eval()
-    trained(tuned)
-    expected = tokens(tuned)
+    tuned, expected = fine_tuned(model, **LORAS[kind])
     if not ours_first:
         model.add_adapter(config(), "ours")
         model.set_adapter(["default", "ours"])
-    if methods()[STRATEGY[name]].needs_adapter:
-        randomise(tuned, config().type_name)
+    randomise(tuned, config().type_name)
     if name == "medusa":
         assert tokens(tuned) == expected, "the fine-tune is as before"
     assert tokens(tuned, name) == expected
@@ -120,31 +121,22 @@ def test_every_strategy_beside_a_fine_tune(
 
 @pytest.mark.parametrize("kind", LORAS)
 @pytest.mark.parametrize("architecture", ["llama", "llama_tied"])
-def test_drafts_follow_the_fine_tunes_embeddings(fresh: Tiny, architecture: str, kind: str) -> None:
+def test_drafts_follow_the_fine_tunes_embeddings(fresh, architecture, kind):
     """Tables of a call are made of the embeddings as they are used, and anew when that changes."""
-    from hf_spec.drafting.draft_vocabulary import DraftVocabulary
-    from hf_spec.drafting.markov_head import MarkovHead
-    from hf_spec.model.hidden_states import output_logits
-
     model = fresh(architecture)
     model.add_adapter(CONFIGS["medusa"](), "ours")
     randomise(model, "MEDUSA")
     tuned = get_peft_model(model, lora(**LORAS[kind])).eval()
-    adapter = find_active(tuned, "MEDUSA")
-    assert adapter is not None
-    weights = adapter.tensors()
-    vocabulary = DraftVocabulary.of(weights, model)
+    weights = find_active(tuned, "MEDUSA").tensors()
     markov_head = MarkovHead.of(weights, model)
-    assert vocabulary is not None and markov_head is not None
     hidden, previous = torch.randn(1, 3, 32), torch.tensor([[[5, 17], [9, 8]]])
     states, some = hidden[:, :2], torch.tensor([[[5, 6], [9, 4]]])
 
     def check() -> None:
-        fresh_ones = DraftVocabulary.of(weights, model), MarkovHead.of(weights, model)
         expected = output_logits(model, hidden)[..., weights["draft_vocabulary"]]
-        torch.testing.assert_close(fresh_ones[0](hidden), expected)
+        torch.testing.assert_close(DraftVocabulary.of(weights, model)(hidden), expected)
         full = markov_head.logits(previous, states[:, :, None].expand(-1, -1, 2, -1))
-        found = fresh_ones[1].bias(previous, states, some)
+        found = MarkovHead.of(weights, model).bias(previous, states, some)
         index = some[:, :, None].expand(-1, -1, 2, -1)
         torch.testing.assert_close(found, full.gather(3, index))
 
@@ -160,11 +152,9 @@ def test_drafts_follow_the_fine_tunes_embeddings(fresh: Tiny, architecture: str,
 
 
 @pytest.mark.parametrize("name", ["medusa", "bita", "layer_skip"])
-def test_onto_the_base_of_a_peft_model_of_a_lora(fresh: Tiny, tmp_path: Path, name: str) -> None:
+def test_onto_the_base_of_a_peft_model_of_a_lora(fresh, tmp_path, name):
     folder, kind = saved(fresh, tmp_path / "ours", name), CONFIGS[name]().type_name
-    tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
-    trained(tuned)
-    expected = tokens(tuned)
+    tuned, expected = fine_tuned(fresh("llama"), **LORAS["saved head"])
     with pytest.raises(ValueError, match=r"type LORA loads no .* type .*: load it onto .*'ours'\)"):
         tuned.load_adapter(folder, adapter_name="ours")
     tuned.get_base_model().load_adapter(folder, adapter_name="ours")
@@ -181,12 +171,10 @@ def test_onto_the_base_of_a_peft_model_of_a_lora(fresh: Tiny, tmp_path: Path, na
     assert tokens(tuned, name) == expected
 
 
-def test_a_peft_model_around_another(fresh: Tiny, tmp_path: Path) -> None:
+def test_a_peft_model_around_another(fresh, tmp_path):
     """`PeftModel.from_pretrained` takes a `PeftModel`, too."""
     folder = saved(fresh, tmp_path / "ours", "medusa")
-    tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
-    trained(tuned)
-    expected = tokens(tuned)
+    tuned, expected = fine_tuned(fresh("llama"), **LORAS["saved head"])
     with pytest.raises(ValueError, match="has an adapter named 'default', of type LORA: give thi"):
         PeftModel.from_pretrained(tuned, folder)
     assert tokens(tuned) == expected
@@ -195,12 +183,10 @@ def test_a_peft_model_around_another(fresh: Tiny, tmp_path: Path) -> None:
     assert set(model.peft_config) == {"default", "ours"}
 
 
-def test_training_on_top_of_a_fine_tune(fresh: Tiny, tmp_path: Path) -> None:
+def test_training_on_top_of_a_fine_tune(fresh, tmp_path):
     """Only ours is trained, and it learns from the fine-tuned model."""
-    tuned = get_peft_model(fresh("llama"), lora(modules_to_save=["lm_head"])).eval()
-    trained(tuned)
+    tuned, expected = fine_tuned(fresh("llama"), **LORAS["saved head"])
     tuned.save_pretrained(tmp_path)
-    expected = tokens(tuned)
     model = PeftModel.from_pretrained(fresh("llama"), tmp_path)
     model = get_peft_model(model, CONFIGS["medusa"](), adapter_name="ours")
     changing = {name for name, part in model.named_parameters() if part.requires_grad}
@@ -213,23 +199,22 @@ def test_training_on_top_of_a_fine_tune(fresh: Tiny, tmp_path: Path) -> None:
     assert tokens(model, "medusa") == tokens(model) == expected
 
 
-def test_others_refusals_stay(fresh: Tiny) -> None:
+def test_others_refusals_stay(fresh):
     """PEFT refuses other mixtures as before."""
-    from peft import IA3Config, PromptTuningConfig
-
-    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     tuned = get_peft_model(fresh("llama"), lora())
-    for other in (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), prompts):
+    for other in (
+        IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        CONFIGS["medusa"](),
+    ):
         with pytest.raises(ValueError, match="Cannot combine adapters with different peft types"):
             tuned.add_adapter("other", other)
-    with pytest.raises(ValueError, match="Cannot combine adapters with different peft types"):
-        tuned.add_adapter("ours", CONFIGS["medusa"]())
 
 
 # -------------------------------------------------------------------- through Transformers' methods
 
 
-def test_loaded_by_transformers(fresh: Tiny, tmp_path: Path) -> None:
+def test_loaded_by_transformers(fresh, tmp_path):
     model: Any = fresh("llama")
     plain = tokens(model)
     model.add_adapter(lora(**LORAS["tokens"], **LORAS["saved head"]), adapter_name="ft")
@@ -256,15 +241,13 @@ def test_loaded_by_transformers(fresh: Tiny, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------ saving and merging
 
 
-def test_each_is_saved_by_itself(fresh: Tiny, tmp_path: Path) -> None:
+def test_each_is_saved_by_itself(fresh, tmp_path):
     fresh("llama").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
-    tuned = get_peft_model(model, lora(modules_to_save=["lm_head"]), "ft").eval()
-    trained(tuned, "ft")
+    tuned, expected = fine_tuned(model, "ft", **LORAS["saved head"])
     model.load_adapter(saved(fresh, tmp_path / "made", "medusa"), adapter_name="ours")
     tuned.save_pretrained(tmp_path / "both")
     tuned.save_pretrained(tmp_path / "one", selected_adapters=["ours"])
-    expected = tokens(tuned)
     assert not (tmp_path / "one" / "ft").exists()
     made = (tmp_path / "made" / "adapter_model.safetensors").read_bytes()
     for folder in ("both/ours", "one/ours"):
@@ -276,16 +259,14 @@ def test_each_is_saved_by_itself(fresh: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_merging_the_lora(fresh: Tiny, tmp_path: Path, ours_first: bool) -> None:
+def test_merging_the_lora(fresh, tmp_path, ours_first):
     folder = saved(fresh, tmp_path / "ours", "medusa")
     model: Any = fresh("llama")
     if ours_first:
         model.load_adapter(folder, adapter_name="ours")
-    tuned = get_peft_model(model, lora(modules_to_save=["lm_head"])).eval()
-    trained(tuned)
+    tuned, expected = fine_tuned(model, **LORAS["saved head"])
     if not ours_first:
         model.load_adapter(folder, adapter_name="ours")
-    expected = tokens(tuned)
     tuned.merge_adapter()
     assert tokens(tuned, "medusa") == tokens(tuned) == expected
     tuned.unmerge_adapter()
@@ -306,7 +287,7 @@ def test_merging_the_lora(fresh: Tiny, tmp_path: Path, ours_first: bool) -> None
     ("name", "architecture"),
     [*((name, "llama_tied") for name in ("medusa", "bita", "ppd")), ("own heads", "opt")],
 )
-def test_a_vocabulary_that_grew(fresh: Tiny, tmp_path: Path, name: str, architecture: str) -> None:
+def test_a_vocabulary_that_grew(fresh, tmp_path, name, architecture):
     """An adapter fits before and after tokens are added; batches too, and when sampled."""
     folder = saved(fresh, tmp_path / "ours", name, architecture)
     for grown_first in (False, True):
@@ -327,7 +308,7 @@ def test_a_vocabulary_that_grew(fresh: Tiny, tmp_path: Path, name: str, architec
     assert sampled[0] == sampled[1]
 
 
-def test_a_vocabulary_that_shrank(fresh: Tiny, tmp_path: Path) -> None:
+def test_a_vocabulary_that_shrank(fresh, tmp_path):
     folder = saved(fresh, tmp_path / "ours", "medusa")
     model: Any = fresh("llama")
     model.resize_token_embeddings(50)
@@ -335,7 +316,7 @@ def test_a_vocabulary_that_shrank(fresh: Tiny, tmp_path: Path) -> None:
         model.load_adapter(folder)
 
 
-def test_saving_on_a_grown_model(fresh: Tiny, tmp_path: Path) -> None:
+def test_saving_on_a_grown_model(fresh, tmp_path):
     """PEFT would add the model's embeddings to the adapter's file."""
     fresh("llama").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import randomise
+from adapter_oracle import added
 from conftest import prompt
-from running import drafting
+from running import drafting, proposals
 
-from hf_spec.core.tree import Tree
 from hf_spec.methods.registry import methods
-from hf_spec.model.target import Target
 
 FIELDS: dict[str, dict[str, Any]] = {
     "layer_skip": {"skip_attention": [1], "skip_mlp": [1], "draft_rank": 4},
@@ -22,36 +20,26 @@ FIELDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def drafts(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The tokens of all forwards of a call."""
-    seen, forward = [], Target.__call__
-
-    def noting(self: Target, tree: Tree, *args: Any, **kwargs: Any) -> Any:
-        seen.append(tree.drafted.tokens.tolist())
-        return forward(self, tree, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Target, "__call__", noting)
+def drafts(model: Any, name: str) -> list[Any]:
+    """All trees of a call."""
+    with proposals(methods()[name].drafter) as seen:
         model.generate(prompt(), max_new_tokens=12, do_sample=False, **drafting(name))
-    return seen
+    return [tree.tokens.tolist() for _, tree in seen]
 
 
 @pytest.mark.parametrize(
     ("name", "optimizer"), [*zip(FIELDS, cycle(["fused", "foreach"])), ("layer_skip", "foreach")]
 )
-def test_an_optimizer_step_between_calls(
-    fresh: Any, name: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_step_between_calls(fresh, name, optimizer):
     model = fresh()
     torch.manual_seed(0)
     config: Any = methods()[name].adapter_config
-    model.add_adapter(config(**FIELDS[name]), "one")
-    weights = randomise(model, config.type_name)
-    before = drafts(model, name, monkeypatch)
+    weights = added(model, config(**FIELDS[name])).tensors()
+    before = drafts(model, name)
     learned = [x for x in weights.values() if x.is_floating_point()]
     for x in learned:
         x.grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
     torch.optim.AdamW(learned, lr=0.3, **{optimizer: True}).step()
-    after = drafts(model, name, monkeypatch)
+    after = drafts(model, name)
     assert after != before, "the step is large enough to change what is drafted"
-    assert after == drafts(copy.deepcopy(model), name, monkeypatch), "nothing old is left"
+    assert after == drafts(copy.deepcopy(model), name), "nothing old is left"

@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import randomise
-from conftest import Tiny, prompt, ragged
+from adapter_oracle import added
+from conftest import prompt, ragged
 from covering import covering
-from peft import PeftModel
 from running import drafting
-from torch import Tensor
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -22,7 +20,6 @@ from hf_spec.methods.registry import methods
 NAMES = [
     name for name, method in methods().items() if hasattr(method.adapter_config, "fresh_shared")
 ]
-every_method = pytest.mark.parametrize("name", NAMES)
 
 
 def config_of(name: str, **fields: Any) -> Any:
@@ -30,33 +27,18 @@ def config_of(name: str, **fields: Any) -> Any:
     return config_class(**fields)
 
 
-def tokens(model: Any, name: str | None = None) -> tuple[list[list[int]], int]:
-    """Greedy output, and how many candidates were accepted on the way."""
-    # What is drafted must not depend on step times.
-    more = {} if name is None else drafting(name)
-    out = model.generate(**ragged(), max_new_tokens=20, do_sample=False, **more)
-    if name is None:
-        return out.tolist(), 0
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    stats = hf_spec.last_stats(base)
-    return out.tolist(), stats.num_generated_tokens - stats.num_row_steps
-
-
-def weights(model: Any, name: str) -> dict[str, Tensor]:
-    config_class: Any = methods()[name].adapter_config
-    return dict(find_active(model, config_class.type_name).tensors())
-
-
-@every_method
-def test_a_fresh_markov_head_changes_nothing(fresh: Tiny, name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fresh_markov_head_changes_nothing(fresh, name):
     """It adds zero, and draft tokens are those of the same adapter without."""
     found = []
     for rank in (0, 3):
-        model = fresh("llama_tied")
+        model, config = fresh("llama_tied"), config_of(name, markov_rank=rank)
         torch.manual_seed(0)
-        model.add_adapter(config_of(name, markov_rank=rank))
-        found.append((tokens(model, name), weights(model, name)))
-    (plain, without), (ours, having) = found
+        model.add_adapter(config)
+        out = model.generate(**ragged(), max_new_tokens=20, do_sample=False, **drafting(name))
+        accepted = hf_spec.last_stats(model).accepted_histogram
+        found.append((out.tolist(), accepted, find_active(model, config.type_name).tensors()))
+    (*plain, without), (*ours, having) = found
     assert ours == plain
     assert having.keys() - without.keys() == {*MARKOV_HEAD} and without.keys() <= having.keys()
     embedding, output, state = (having[part] for part in MARKOV_HEAD)
@@ -69,9 +51,7 @@ def test_a_fresh_markov_head_changes_nothing(fresh: Tiny, name: str) -> None:
     ("architecture", "name", "size"),
     covering(product(["llama", "cohere2", "gemma2", "gpt2"], NAMES, [0, 20])),
 )
-def test_decoding_predicts_what_training_judges(
-    fresh: Tiny, architecture: str, name: str, size: int
-) -> None:
+def test_decoding_predicts_what_training_judges(fresh, architecture, name, size):
     """Also where the model scales or caps its logits: chances and biases depend on their size.
 
     With a vocabulary of its own an adapter predicts the same, but for tokens that it has not.
@@ -81,9 +61,7 @@ def test_decoding_predicts_what_training_judges(
         model.config.logit_scale = model.logit_scale = 0.1
     if architecture == "gemma2":
         model.config.final_logit_softcapping = 2.0
-    model.add_adapter(config_of(name, markov_rank=3, draft_vocab_size=size))
-    randomise(model, method.adapter_config.type_name, std=0.3)
-    adapter = find_active(model, method.adapter_config.type_name)
+    adapter = added(model, config_of(name, markov_rank=3, draft_vocab_size=size), std=0.3)
     assert (VOCABULARY in adapter.tensors()) == bool(size)
     if size:
         adapter.tensors()[VOCABULARY].copy_(torch.arange(1, 60, 3))

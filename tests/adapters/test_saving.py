@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import randomise
+from adapter_oracle import saved
 from conftest import Tiny, prompt
 from peft import LoraConfig, PeftModel, get_peft_model
 from running import drafting
 from safetensors.torch import load_file
+from trained import same
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_spec
@@ -20,10 +21,7 @@ from hf_spec.adapters.layer import CONTAINER
 @pytest.fixture
 def adapter(fresh: Tiny, tmp_path: Path) -> str:
     """The folder of an adapter."""
-    model = get_peft_model(fresh("llama"), hf_spec.MedusaConfig(num_heads=2))
-    randomise(model, "MEDUSA")
-    model.save_pretrained(tmp_path / "adapter")
-    return str(tmp_path / "adapter")
+    return saved(fresh("llama"), hf_spec.MedusaConfig(num_heads=2), tmp_path / "adapter")
 
 
 def state(model: Any) -> dict[str, torch.Tensor]:
@@ -32,8 +30,9 @@ def state(model: Any) -> dict[str, torch.Tensor]:
     return {name: one.clone() for name, one in every if CONTAINER not in name}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def learned(model: Any) -> set[str]:
+    """Names of the parameters that are trained."""
+    return {name for name, one in model.named_parameters() if one.requires_grad}
 
 
 def tokens(model: Any, **options: Any) -> list[list[int]]:
@@ -58,9 +57,7 @@ class Rollout(TrainerCallback):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_full_fine_tuning_beside_a_drafter(
-    fresh: Tiny, tmp_path: Path, adapter: str, checkpointing: bool
-) -> None:
+def test_full_fine_tuning_beside_a_drafter(fresh, tmp_path, adapter, checkpointing):
     """All of the base is trained, saved by checkpoints and at the end, and resumed."""
     model: Any = fresh("llama")
     model.load_adapter(adapter)
@@ -92,7 +89,7 @@ def test_full_fine_tuning_beside_a_drafter(
     assert same(state(resumed), after) and same(state(alone), after)
 
 
-def test_weights_of_the_base_alone_are_complete(fresh: Tiny, adapter: str) -> None:
+def test_weights_of_the_base_alone_are_complete(fresh, adapter):
     model: Any = fresh("llama")
     weights = state(model)
     model.load_adapter(adapter)
@@ -104,31 +101,24 @@ def test_weights_of_the_base_alone_are_complete(fresh: Tiny, adapter: str) -> No
     assert missing and all("type_bita" in name for name in missing)
 
 
-def test_every_way_to_attach_a_drafter(fresh: Tiny, adapter: str) -> None:
+def test_every_way_to_attach_a_drafter(fresh, adapter):
     """What is trained stays as it was, whatever is chosen, disabled or deleted later."""
     model: Any = fresh("llama")
     model.get_input_embeddings().requires_grad_(False)
-    trained = {name for name, one in model.named_parameters() if one.requires_grad}
-
-    def check() -> None:
-        now = {name for name, one in model.named_parameters() if one.requires_grad}
-        assert now == trained
-
-    model.load_adapter(adapter)
-    check()
-    model.add_adapter(hf_spec.LayerSkipConfig(skip_attention=[1], inference_mode=True), "other")
-    check()
-    model.load_adapter(adapter, adapter_name="second")
+    before, skip = learned(model), hf_spec.LayerSkipConfig(skip_attention=[1], inference_mode=True)
     for change in (
+        lambda: model.load_adapter(adapter),
+        lambda: model.add_adapter(skip, "other"),
+        lambda: model.load_adapter(adapter, adapter_name="second"),
         lambda: model.set_adapter(["default", "other"]), model.disable_adapters,
         model.enable_adapters, lambda: model.set_adapter("second"),
         lambda: model.delete_adapter(["default", "second"]), lambda: model.delete_adapter("other"),
     ):  # fmt: skip
         change()
-        check()
+        assert learned(model) == before
 
 
-def test_an_adapter_in_training_freezes_the_base(fresh: Tiny, tmp_path: Path, adapter: str) -> None:
+def test_an_adapter_in_training_freezes_the_base(fresh, tmp_path, adapter):
     """Also beside one that drafts; it is what is saved then."""
     for attach in (
         lambda model: model.load_adapter(adapter, is_trainable=True),
@@ -140,8 +130,7 @@ def test_an_adapter_in_training_freezes_the_base(fresh: Tiny, tmp_path: Path, ad
             if beside:
                 model.load_adapter(adapter, adapter_name="drafter")
             attach(model)
-            trained = {name for name, one in model.named_parameters() if one.requires_grad}
-            assert trained and all(".default." in name for name in trained)
+            assert learned(model) and all(".default." in name for name in learned(model))
     model = fresh("llama")
     model.load_adapter(adapter, is_trainable=True)
     model.save_pretrained(tmp_path / "saved")
@@ -150,7 +139,7 @@ def test_an_adapter_in_training_freezes_the_base(fresh: Tiny, tmp_path: Path, ad
     ]
     # A PeftModel's base is frozen in any case, as only adapters are saved of it.
     loaded = PeftModel.from_pretrained(fresh("llama"), adapter)
-    assert not any(one.requires_grad for one in loaded.parameters())
+    assert not learned(loaded)
     loaded.train()
     with pytest.raises(ValueError, match=r"loaded for inference: .* is_trainable=True to train"):
         loaded(input_ids=prompt(12), labels=prompt(12), anchors=torch.tensor([[2, 5]]))
@@ -162,9 +151,7 @@ def test_an_adapter_in_training_freezes_the_base(fresh: Tiny, tmp_path: Path, ad
 
 @pytest.mark.parametrize("first", ["lora", "ours"])
 @pytest.mark.parametrize("way", ["PeftModel", "model"])
-def test_a_lora_is_trained_beside_a_drafter(
-    fresh: Tiny, tmp_path: Path, adapter: str, first: str, way: str
-) -> None:
+def test_a_lora_is_trained_beside_a_drafter(fresh, tmp_path, adapter, first, way):
     """It alone is trained, and saved as PEFT does."""
     lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     model: Any = fresh("llama")
@@ -193,14 +180,12 @@ def test_a_lora_is_trained_beside_a_drafter(
         assert tokens(again) == tokens(model.eval())
 
 
-def test_a_merged_update_is_not_saved_as_the_base(fresh: Tiny, tmp_path: Path) -> None:
+def test_a_merged_update_is_not_saved_as_the_base(fresh, tmp_path):
     config = hf_spec.SpaceConfig(num_mask_tokens=2, update="lora")
-    made = get_peft_model(fresh("llama"), config)
-    randomise(made, "SPACE")
-    made.save_pretrained(tmp_path / "adapter")
+    folder = saved(fresh("llama"), config, tmp_path / "adapter")
     model: Any = fresh("llama")
     before = state(model)
-    model.load_adapter(str(tmp_path / "adapter"))
+    model.load_adapter(folder)
     assert hf_spec.merge_adapter(model)
     with pytest.raises(ValueError, match="'default' is merged into the weights.*unmerge_adapter"):
         model.save_pretrained(tmp_path / "saved")

@@ -6,55 +6,22 @@ from typing import ClassVar
 
 import pytest
 import torch
-from adapter_oracle import SHAPE, load, make_base
+from adapter_oracle import SHAPE, load, make_base, saved
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from trained import same
 from transformers import AutoModelForCausalLM, MixtralConfig
 
+from hf_spec import DFlashConfig, LayerSkipConfig
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.tuner import register_type
-from hf_spec.methods.layer_skip import LayerSkipConfig
+from hf_spec.methods.registry import methods
 
-TOKENS = torch.arange(3, 12)[None]
-
-
-def active_adapter_config(model, kind):
-    active = find_active(model, kind)
-    return None if active is None else active.config
-
-
-@dataclass
-class ToyConfig(SpecPeftConfig):
-    """A method with free embeddings and linear heads, as the trained methods have."""
-
-    type_name: ClassVar[str] = "TOY"
-    num_masks: int = 3
-    num_heads: int = 2
-
-
-class ToyAdapter(Adapter):
-    """Embeddings and modules, in a list as decoder layers would be."""
-
-    def __init__(self, config, model):
-        super().__init__(config, model)
-        hidden, vocab = model.config.hidden_size, model.config.vocab_size
-        self.hold({"masks": torch.randn(config.num_masks, hidden)})
-        heads = (torch.nn.Linear(hidden, vocab) for _ in range(config.num_heads))
-        self.heads = torch.nn.ModuleList(heads)
-
-
-register_type(ToyConfig, ToyAdapter)
-
-# Every test of a door runs for an adapter without and one with weights.
+# Every test of a door runs for an adapter without weights and for one with decoder layers.
 CONFIGS = {
     "LAYER_SKIP": lambda: LayerSkipConfig(skip_attention=[2, 1], skip_mlp=[1]),
-    "TOY": ToyConfig,
-}
-OTHERS = {
-    "LAYER_SKIP": lambda: LayerSkipConfig(skip_attention=[0]),
-    "TOY": lambda: ToyConfig(num_masks=5, num_heads=3),
+    "DFLASH": lambda: DFlashConfig(num_layers=1),
 }
 
 
@@ -63,7 +30,7 @@ def kind(request):
     return request.param
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def base_path(tmp_path_factory):
     return make_base(tmp_path_factory.mktemp("base"))
 
@@ -73,36 +40,15 @@ def base(base_path):
     return load(base_path)
 
 
-def logits(model):
-    with torch.inference_mode():
-        return model(TOKENS).logits
-
-
 def weights(model, kind):
     return {name: w.detach().clone() for name, w in find_active(model, kind).tensors().items()}
-
-
-def same(ours, theirs):
-    """The same names and the same bits."""
-    assert ours.keys() == theirs.keys()
-    return all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def saved(base_path, path, config, adapter_name="default"):
-    """A saved adapter with random weights; returns its folder, its weights and its config."""
-    model = get_peft_model(load(base_path), config, adapter_name)
-    found = find_active(model, config.type_name)
-    for weight in found.tensors().values():
-        weight.data.normal_()
-    model.save_pretrained(str(path))
-    folder = path if adapter_name == "default" else path / adapter_name
-    return str(folder), weights(model, config.type_name), found.config
 
 
 def test_a_base_that_is_dispatched(base, base_path, kind, tmp_path):
     """Loading looks the adapter's device up in the base's map."""
     accelerate = pytest.importorskip("accelerate")
-    folder, expected, _ = saved(base_path, tmp_path, CONFIGS[kind]())
+    made = load(base_path)
+    folder, expected = saved(made, CONFIGS[kind](), tmp_path), weights(made, kind)
     device_map = {"model": "cpu", "lm_head": "cpu"}
     dispatched = accelerate.dispatch_model(base, device_map, force_hooks=True)
     dispatched.load_adapter(folder)
@@ -132,8 +78,8 @@ def test_unload_restores_the_base(base, base_path, kind):
 
 
 def test_two_active_adapters_of_a_type_are_refused(base, kind):
-    for name, made in (("one", CONFIGS), ("two", OTHERS)):
-        base.add_adapter(made[kind](), adapter_name=name)
+    for name in ("one", "two"):
+        base.add_adapter(CONFIGS[kind](), adapter_name=name)
     base.set_adapter(["one", "two"])
     with pytest.raises(ValueError, match=r"2 adapters of type .* active \(one, two\).*set_adapter"):
         find_active(base, kind)
@@ -144,11 +90,11 @@ def test_adding_keeps_others_trainable(base, kind):
     base.add_adapter(CONFIGS[kind](), adapter_name="ours")
     base.set_adapter(["lora", "ours"])
     names = {n.split(".")[1] for n, p in base.named_parameters() if p.requires_grad}
-    assert names == ({"layers", "type_toy"} if kind == "TOY" else {"layers"})
+    assert names == ({"layers", "type_dflash"} if kind == "DFLASH" else {"layers"})
     weight = base.model.layers[0].mlp.up_proj.weight
     assert not weight.requires_grad
     weight.requires_grad = True  # on purpose, by the user
-    base.add_adapter(OTHERS[kind](), adapter_name="another")
+    base.add_adapter(CONFIGS[kind](), adapter_name="another")
     assert weight.requires_grad
 
 
@@ -156,19 +102,12 @@ def test_converted_architectures(kind, tmp_path):
     """Mixtral's keys are rewritten while loading; ours are left alone."""
     config = MixtralConfig(**SHAPE, num_local_experts=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    folder, expected, _ = saved(str(tmp_path / "base"), tmp_path / "adapter", CONFIGS[kind]())
+    made = load(str(tmp_path / "base"))
+    folder, expected = saved(made, CONFIGS[kind](), tmp_path / "adapter"), weights(made, kind)
     for attach in (PeftModel.from_pretrained, lambda model, folder: model.load_adapter(folder)):
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         attach(base, folder)
         assert same(weights(base, kind), expected)
-
-
-def doors(base_path, folder, config):
-    """Every way to attach an adapter: from a config, from a folder."""
-    yield lambda base: get_peft_model(base, config)
-    yield lambda base: base.add_adapter(config)
-    yield lambda base: PeftModel.from_pretrained(base, folder)
-    yield lambda base: base.load_adapter(folder)
 
 
 @pytest.mark.parametrize(
@@ -179,32 +118,39 @@ def doors(base_path, folder, config):
     ],
 )
 def test_wrong_base(base_path, tmp_path, config, message):
-    folder, _, _ = saved(base_path, tmp_path, LayerSkipConfig())
+    folder = saved(load(base_path), LayerSkipConfig(), tmp_path)
     config.save_pretrained(folder)
-    for attach in doors(base_path, folder, config):
+    for attach in (
+        lambda base: get_peft_model(base, config),
+        lambda base: base.add_adapter(config),
+        lambda base: PeftModel.from_pretrained(base, folder),
+        lambda base: base.load_adapter(folder),
+    ):
         base = load(base_path)
         with pytest.raises(ValueError, match=message):
             attach(base)
         assert find_active(base, "LAYER_SKIP") is None and not hasattr(base, "spec_modules")
         base.add_adapter(LayerSkipConfig(skip_attention=[1]))  # the failure left nothing behind
-        assert active_adapter_config(base, "LAYER_SKIP").skip_attention == [1]
+        assert find_active(base, "LAYER_SKIP").config.skip_attention == [1]
         with pytest.raises(ValueError, match=message):
             base.add_adapter(copy.deepcopy(config), adapter_name="second")
         assert list(base.peft_config) == ["default"]
 
 
 def test_registration():
-    register_type(ToyConfig, ToyAdapter)
-    assert PEFT_TYPE_TO_CONFIG_MAPPING["TOY"] is ToyConfig
+    """The same class again is nothing; a name that is taken, or not one, is refused."""
+    module = methods()["dflash"].adapter_module
+    register_type(DFlashConfig, module)
+    assert PEFT_TYPE_TO_CONFIG_MAPPING["DFLASH"] is DFlashConfig
 
     @dataclass
     class Another(SpecPeftConfig):
-        type_name: ClassVar[str] = "TOY"
+        type_name: ClassVar[str] = "DFLASH"
 
-    with pytest.raises(ValueError, match=r"TOY already belongs to .*ToyConfig; choose another"):
-        register_type(Another, ToyAdapter)
-    for name in ("LORA", "toy", "", "SPEC", "TYPE", "TOY_", "A-B"):
+    taken = r"DFLASH already belongs to .*DFlashConfig; choose another"
+    for name in ("DFLASH", "LORA", "dflash", "", "SPEC", "TYPE", "DFLASH_", "A-B"):
         Another.type_name = name
-        with pytest.raises(ValueError, match="type_name|already belongs"):
-            register_type(Another, ToyAdapter)
+        message = taken if name == "DFLASH" else "type_name|already belongs"
+        with pytest.raises(ValueError, match=message):
+            register_type(Another, module)
     assert "SPEC" not in PEFT_TYPE_TO_CONFIG_MAPPING

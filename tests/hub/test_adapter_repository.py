@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call, create_autospec
 
 import pytest
 import torch
+from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from peft import PeftModel, get_peft_model
 from running import configured
@@ -215,16 +217,10 @@ def test_hf_spec_card(adapter, capsys):
 # -- custom_generate -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers copies remote code into a folder of its own."""
-    cache = str(tmp_path / "modules")
+def test_custom_generate(adapter, checkpoint, decoded, tmp_path, monkeypatch):
+    cache = str(tmp_path / "modules")  # Transformers copies remote code into a folder of its own
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
     monkeypatch.setattr(sys, "path", [cache, *sys.path])
-
-
-@pytest.mark.usefixtures("modules_cache")
-def test_custom_generate(adapter, checkpoint, decoded):
     model = load_checkpoint(checkpoint)
     ids = torch.tensor([[9, 8, 7, 9, 8, 7]])
     options = {"max_new_tokens": 12, "do_sample": False}
@@ -274,8 +270,8 @@ def test_a_pushed_shim_names_its_repository(adapter):
 def test_the_shim_loads_its_adapter(tmp_path, monkeypatch, loaded, commit):
     """Once, under a name that is free, at the commit that it came with itself."""
     monkeypatch.setattr(GenerationMixin, "generate", lambda model, **kwargs: kwargs)
-    calls: list[Any] = []
-    model = SimpleNamespace(load_adapter=lambda *args, **kwargs: calls.append((args, kwargs)))
+    model = Mock(spec=["load_adapter"])
+    load = model.load_adapter
     if loaded:
         model.peft_config = {k: SimpleNamespace(peft_type=v) for k, v in loaded.items()}
     path = tmp_path / commit / "custom_generate" / "generate.py"
@@ -283,45 +279,39 @@ def test_the_shim_loads_its_adapter(tmp_path, monkeypatch, loaded, commit):
     path.write_text(shim_text("layer_skip", OPTIONS, "LAYER_SKIP", "org/skip"))
     scope = shim(path)
     scope["generate"](model, assistant_strategy="prompt_lookup")
-    assert calls == []  # a call that names a strategy itself is left alone
+    assert not load.called  # a call that names a strategy itself is left alone
     assert scope["generate"](model)["assistant_strategy"] == "layer_skip"
     if "LAYER_SKIP" in loaded.values():
-        assert calls == []
+        assert not load.called
         return
     name = "custom_generate" if loaded else "default"
     pinned = {"revision": commit} if commit != "custom" else {}
-    assert calls == [(("org/skip",), {"adapter_name": name, "adapter_kwargs": pinned})]
+    load.assert_called_once_with("org/skip", adapter_name=name, adapter_kwargs=pinned)
 
 
 # -- push ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """The calls that reach the Hub; a commit with the contents of its files."""
-    calls: list[tuple[str, dict[str, Any]]] = []
+def hub(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """The Hub, with the repository of an earlier adapter."""
+    hub = create_autospec(HfApi, instance=True)
+    hub.list_repo_files.return_value = [
+        "training.json", "search.json", "results.json", "old.bin", "NOTES.md", "README.md"
+    ]  # fmt: skip
+    hub.create_commit.return_value.commit_url = "https://hub/commit/1"
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    return hub
 
-    def record(name: str) -> Any:
-        def call(self: Any, repo_id: str, **kwargs: Any) -> Any:
-            operations = kwargs.pop("operations", None)
-            if operations is not None:
-                added = [one for one in operations if hasattr(one, "path_or_fileobj")]
-                kwargs["files"] = {}
-                for one in added:
-                    with one.as_file() as file:
-                        kwargs["files"][one.path_in_repo] = file.read()
-                kwargs["deleted"] = {one.path_in_repo for one in operations} - {*kwargs["files"]}
-            calls.append((name, {"repo_id": repo_id, **kwargs}))
-            return SimpleNamespace(commit_url="https://hub/commit/1")
 
-        return call
-
-    for name in ("create_repo", "create_branch", "create_commit"):
-        monkeypatch.setattr(f"huggingface_hub.HfApi.{name}", record(name))
-    # Of an earlier adapter; what it has measured and its pickles are removed.
-    there = ["training.json", "search.json", "results.json", "old.bin", "NOTES.md", "README.md"]
-    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: there)
-    return calls
+def uploaded(hub: Mock) -> dict[str, bytes]:
+    """The files of the latest commit."""
+    files = {}
+    for one in hub.create_commit.call_args.kwargs["operations"]:
+        if isinstance(one, CommitOperationAdd):
+            with one.as_file() as file:
+                files[one.path_in_repo] = file.read()
+    return files
 
 
 def test_push(adapter, hub, capsys):
@@ -333,12 +323,16 @@ def test_push(adapter, hub, capsys):
     more = ["--private", "--revision", "v2", "--base-model", "org/base"]
     assert cli.main(["push", str(adapter), "org/skip", *more]) == 0
     assert capsys.readouterr().out == "uploaded: https://hub/commit/1\n"
-    assert [name for name, _ in hub] == ["create_repo", "create_branch", "create_commit"]
-    assert hub[0][1] == {"repo_id": "org/skip", "private": True, "exist_ok": True}
-    assert hub[1][1] == {"repo_id": "org/skip", "branch": "v2", "exist_ok": True}
-    assert hub[2][1]["revision"] == "v2"
-    assert hub[2][1]["deleted"] == {"training.json", "search.json", "old.bin"}
-    files = hub[2][1]["files"]
+    assert hub.mock_calls[:-1] == [
+        call.create_repo("org/skip", private=True, exist_ok=True),
+        call.create_branch("org/skip", branch="v2", exist_ok=True),
+        call.list_repo_files("org/skip", revision="v2"),
+    ]
+    given, files = hub.create_commit.call_args, uploaded(hub)
+    assert given.args == ("org/skip",) and given.kwargs["revision"] == "v2"
+    # What the earlier adapter has measured, and its pickles, are removed.
+    deleted = {one.path_in_repo for one in given.kwargs["operations"]} - files.keys()
+    assert deleted == {"training.json", "search.json", "old.bin"}
     assert set(files) == {
         "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md",
         "custom_generate/generate.py", "results.json", "search.png",
@@ -351,9 +345,9 @@ def test_push(adapter, hub, capsys):
     assert {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()} == before
 
 
-def pushed_card(folder: Path, hub: list) -> str:
+def pushed_card(folder: Path, hub: Mock) -> str:
     push(folder, "org/skip", base_model="org/base")
-    return hub[-1][1]["files"]["README.md"].decode()
+    return uploaded(hub)["README.md"].decode()
 
 
 @pytest.mark.parametrize("text", ["# Mine\n", "---\nlicense: mit\n---\n", ""])
@@ -398,7 +392,7 @@ def test_push_renews_the_cards_of_the_demo(hub, name):
 def test_push_to_or_from_a_bad_name(adapter, hub, checkpoint, name, base, message):
     with pytest.raises(ValueError, match=message):
         push(adapter, name, base_model=base and base.format(checkpoint=checkpoint))
-    assert hub == []
+    assert not hub.mock_calls
 
 
 def refusal(status: int) -> HfHubHTTPError:
@@ -416,11 +410,8 @@ def refusal(status: int) -> HfHubHTTPError:
         (LocalTokenNotFoundError("No token: run `hf auth login`"), "No token: run `hf auth login`"),
     ],
 )
-def test_push_refused(adapter, hub, monkeypatch, capsys, error, message):
-    def refuse(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", refuse)
+def test_push_refused(adapter, hub, capsys, error, message):
+    hub.create_commit.side_effect = error
     assert cli.main(["push", str(adapter), "org/skip", "--base-model", "org/base"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"hf-spec: cannot upload to 'org/skip': {message}")
@@ -430,12 +421,7 @@ def test_push_refused(adapter, hub, monkeypatch, capsys, error, message):
 # -- reading from the Hub ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("revision", "skipped", "longest"), [(None, [0], 5), ("v1", [1], 3)], ids=["main", "branch"]
-)
-def test_load_by_id_and_branch(
-    adapter, checkpoint, tmp_path, monkeypatch, revision, skipped, longest
-):
+def test_load_by_id_and_branch(adapter, checkpoint, tmp_path, monkeypatch):
     """Weights, config and options are of one commit, and the output is plain decoding's.
 
     The repository is in the cache of downloads, in two revisions; there is no network.
@@ -454,18 +440,16 @@ def test_load_by_id_and_branch(
         (adapter / "custom_generate" / "generate.py").write_text(text)
         shutil.copytree(adapter, root / "snapshots" / commit)
         (root / "refs" / name).write_text(commit)
-    pinned = {} if revision is None else {"revision": revision}
+    options = {"max_new_tokens": 12, "do_sample": False}
     ids = torch.tensor([[9, 8, 7, 9, 8, 7]])
-    plain = load_checkpoint(checkpoint).generate(ids, max_new_tokens=12, do_sample=False)
-    config = hf_spec.SpecConfig.from_pretrained("org/skip", **pinned)
-    by_name, by_peft = load_checkpoint(checkpoint), load_checkpoint(checkpoint)
-    by_name.load_adapter("org/skip", adapter_kwargs=pinned)
-    by_peft = PeftModel.from_pretrained(by_peft, "org/skip", **pinned)
-    for model in (by_name, by_peft):
-        found = model.generate(
-            input_ids=ids, max_new_tokens=12, do_sample=False, **configured(config)
-        )
-        assert torch.equal(found, plain)
-        active = find_active(model, "LAYER_SKIP")
-        assert active is not None and active.config.skip_attention == skipped
-        assert max(hf_spec.last_stats(model).offered) == longest
+    plain = load_checkpoint(checkpoint).generate(ids, **options)
+    for pinned, skipped, longest in (({}, [0], 5), ({"revision": "v1"}, [1], 3)):
+        config = hf_spec.SpecConfig.from_pretrained("org/skip", **pinned)
+        by_name = load_checkpoint(checkpoint)
+        by_name.load_adapter("org/skip", adapter_kwargs=pinned)
+        by_peft = PeftModel.from_pretrained(load_checkpoint(checkpoint), "org/skip", **pinned)
+        for model in (by_name, by_peft):
+            found = model.generate(input_ids=ids, **options, **configured(config))
+            assert torch.equal(found, plain)
+            assert find_active(model, "LAYER_SKIP").config.skip_attention == skipped
+            assert max(hf_spec.last_stats(model).offered) == longest

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import check_same
 from covering import covering
 from running import configured
 from safetensors.torch import load_file, save_file
@@ -20,20 +21,18 @@ from hf_spec.tools.hub.folder import check_complete
 from hf_spec.tools.hub.transfer import find_published, import_adapter, importable, read_published
 
 HEADS, HIDDEN, VOCAB = 3, 32, 260
-PUBLISHED = importable("medusa")[1]
-
-
+WANTS = importable("medusa")[1].wants
 State = dict[str, torch.Tensor]
 #: Names of a block's weight or bias and of a head's own projection.
 LAYOUTS = {
     "alone": ("{head}.{at}.linear.{part}", "{head}.{at}.weight"),
     "in a model": ("medusa_head.{head}.{at}.linear.{part}", "medusa_head.{head}.{at}.weight"),
     "medusa_heads": ("medusa_heads.{head}.{at}.linear.{part}", "medusa_heads.{head}.{at}.weight"),
+    "ddp": ("module.{head}.{at}.linear.{part}", "module.{head}.{at}.weight"),
     "vllm": ("blocks.{head}.layers.{at}.{part}", "lm_heads.{head}.weight"),
     "tensorrt_llm": (
         "medusa_heads.{head}.medusa_layers.{at}.linear.{part}", "medusa_heads.{head}.lm_head.weight"
     ),
-    "ddp": ("module.{head}.{at}.linear.{part}", "module.{head}.{at}.weight"),
 }  # fmt: skip
 
 
@@ -57,17 +56,8 @@ def write(state: State, path: Path) -> Path:
     return path
 
 
-def stacked(state: State, layers: int, own: bool) -> State:
-    """The adapter's tensors of heads in the layout ``alone``."""
-    blocks = {
-        f"{kind}s": torch.stack([
-            torch.stack([state[f"{head}.{at}.linear.{part}"] for at in range(layers)])
-            for head in range(HEADS)
-        ])
-        for kind, part in (("weight", "weight"), ("biase", "bias"))
-    }  # fmt: skip
-    own_parts = [state[f"{head}.{layers}.weight"] for head in range(HEADS) if own]
-    return {**blocks, **({"projections": torch.stack(own_parts)} if own else {})}
+#: The adapter's tensors of a head, by the names of its parts in the layout ``alone``.
+STACKED = {"linear.weight": "weights", "linear.bias": "biases", "weight": "projections"}
 
 
 @pytest.mark.parametrize(
@@ -96,31 +86,28 @@ def test_published_layouts(checkpoint, tmp_path, suffix, layers, own, layout):
     assert (adapter.config.num_heads, adapter.config.num_layers) == (HEADS, layers)
     assert adapter.config.projection == ("own" if own else "shared")
     found = adapter.tensors()
-    for name, tensor in stacked(medusa_heads(layers, own), layers, own).items():
-        assert torch.equal(found[name], tensor.half().float())
-    ids = torch.tensor([[5, 9, 17, 40]])
-    plain = load_checkpoint(checkpoint).generate(ids, max_new_tokens=12, do_sample=False)
-    ours = model.generate(ids, max_new_tokens=12, do_sample=False, **configured(config))
-    assert ours.tolist() == plain.tolist()
+    for name, tensor in medusa_heads(layers, own).items():
+        head, at, part = name.split(".", 2)
+        of_head = found[STACKED[part]][int(head)]
+        ours = of_head if part == "weight" else of_head[int(at)]
+        assert torch.equal(ours, tensor.half().float())
+    check_same(model, configured(config), torch.tensor([[5, 9, 17, 40]]))
 
 
 def test_shards_named_by_an_index(tmp_path):
     """Only the files that hold heads are read."""
     state = medusa_heads(layout="in a model")
-    names = sorted(state)
-    torch.save({name: state[name] for name in names[:4]}, tmp_path / "part-2.bin")
-    torch.save({name: state[name] for name in names[4:]}, tmp_path / "part-3.bin")
-    places = {name: "part-2.bin" if name in names[:4] else "part-3.bin" for name in names}
+    places = {name: f"part-{2 + place // 4}.bin" for place, name in enumerate(sorted(state))}
+    for file in {*places.values()}:
+        torch.save({name: state[name] for name in state if places[name] == file}, tmp_path / file)
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "absent.bin", **places}}))
-    found = read_published(index, PUBLISHED.wants)
-    assert found.keys() == state.keys()
-    index.write_text(json.dumps({"weight_map": {names[0]: "../part-2.bin"}}))
-    with pytest.raises(ValueError, match="no file beside it"):
-        read_published(index, PUBLISHED.wants)
-    index.write_text("{}")
-    with pytest.raises(ValueError, match="no weight_map"):
-        read_published(index, PUBLISHED.wants)
+    assert read_published(index, WANTS).keys() == state.keys()
+    outside = {"weight_map": dict.fromkeys(state, "../part-2.bin")}
+    for content, message in ((outside, "no file beside it"), ({}, "no weight_map")):
+        index.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=message):
+            read_published(index, WANTS)
 
 
 @pytest.mark.parametrize("wrap", [
@@ -129,19 +116,19 @@ def test_shards_named_by_an_index(tmp_path):
 def test_tensors_under_a_key(tmp_path, wrap):
     """As training programs save them, beside their own state."""
     torch.save(wrap(medusa_heads()), tmp_path / "x.pt")
-    assert read_published(tmp_path / "x.pt", PUBLISHED.wants).keys() == medusa_heads().keys()
+    assert read_published(tmp_path / "x.pt", WANTS).keys() == medusa_heads().keys()
 
 
 def test_a_folder(tmp_path):
     state = medusa_heads()
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="has none of medusa_lm_head.safetensors, "):
-        find_published(str(tmp_path), PUBLISHED.wants)
+        find_published(str(tmp_path), WANTS)
     for name in ("model.safetensors", "medusa_lm_head.pt", "medusa_lm_head.safetensors"):
         path = write(state, tmp_path / name)
-        assert find_published(str(tmp_path), PUBLISHED.wants) == path
-        assert find_published(str(path), PUBLISHED.wants) == path
-        assert read_published(path, PUBLISHED.wants).keys() == state.keys()
+        assert find_published(str(tmp_path), WANTS) == path
+        assert find_published(str(path), WANTS) == path
+        assert read_published(path, WANTS).keys() == state.keys()
 
 
 def test_a_repository_without_the_hub(tmp_path, monkeypatch):
@@ -155,21 +142,21 @@ def test_a_repository_without_the_hub(tmp_path, monkeypatch):
         (root / "refs").mkdir()
         (root / "refs" / "main").write_text(commit)
     torch.save(state, tmp_path / f"models--org--heads/snapshots/{commit}/medusa_lm_head.pt")
-    found = find_published("org/heads", PUBLISHED.wants)
-    assert read_published(found, PUBLISHED.wants).keys() == state.keys()
+    found = find_published("org/heads", WANTS)
+    assert read_published(found, WANTS).keys() == state.keys()
     folder = tmp_path / f"models--org--shards/snapshots/{commit}"
     places = dict.fromkeys(state, "model-2.safetensors") | {"lm_head.weight": "model-1.safetensors"}
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": places}))
     with pytest.raises(ValueError, match="'org/shards' has none of medusa_.* in the local cache"):
-        find_published("org/shards", PUBLISHED.wants)
+        find_published("org/shards", WANTS)
     save_file(state, folder / "model-2.safetensors")
-    found = find_published("org/shards", PUBLISHED.wants)
-    assert read_published(found, PUBLISHED.wants).keys() == state.keys()
+    found = find_published("org/shards", WANTS)
+    assert read_published(found, WANTS).keys() == state.keys()
     with pytest.raises(ValueError, match="'org/absent' has none of .* the Hub cannot be reached"):
-        find_published("org/absent", PUBLISHED.wants)
+        find_published("org/absent", WANTS)
     with pytest.raises(ValueError, match="there is no file 'org/heads.pt', nor a folder"):
-        find_published("org/heads.pt", PUBLISHED.wants)
+        find_published("org/heads.pt", WANTS)
 
 
 class Code:

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from peft import get_peft_model
-from tiny_checkpoint import make_model
 from torch.utils.data import DataLoader
 from transformers import TrainerState
 
-import hf_spec
 from hf_spec.tools.training.anchors import AnswerDataset, NewAnchors, SimilarLengths, collate
 
 ROWS = [
@@ -89,14 +86,3 @@ def test_collate_pads_on_the_right():
     # Padding anchors hang under the last token, behind which there is nothing to predict.
     assert batch["anchors"][1].tolist() == [0, 1, 2, 4]
     assert batch["anchors"][2].tolist() == [2, 2, 2, 2]
-
-
-def test_a_training_loop_of_ones_own():
-    """The loss is an attribute of the output, as with every model of Transformers."""
-    model = get_peft_model(make_model(), hf_spec.BitaConfig(num_mask_tokens=2))
-    data = AnswerDataset(ROWS, num_anchors=4)
-    output = model(**collate([data[0], data[1]]))
-    output.loss.backward()
-    assert output["loss"] is output.loss and output.logits.shape[:-1] == output.labels.shape
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert trained and all(p.grad.abs().sum() > 0 for p in trained)

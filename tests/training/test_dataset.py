@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoint import EOS, make_tokenizer
+from tiny_checkpoint import EOS, make_tokenizer, write_prompts
 from tokenizers import processors
 
 from hf_spec.tools.training.dataset import read_answers, read_provenance
@@ -35,8 +35,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     if path.suffix == ".parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
-        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        path.write_bytes(lines)
+        write_prompts(path, rows)
     return path.parent
 
 
@@ -44,15 +43,6 @@ def distilled(folder: Path, written: list[dict[str, Any]], **made: Any) -> Path:
     write(folder / "answers.jsonl", written)
     (folder / "provenance.json").write_text(json.dumps({"model": "m", **made}))
     return folder
-
-
-def byte_ids(text: str) -> list[int]:
-    """Ids of a text, found without the tokenizer: one for each byte, special tokens first."""
-    from tokenizers import pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    shown = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return [4 + alphabet.index(char) for piece, _ in shown.pre_tokenize_str(text) for char in piece]
 
 
 def test_a_folder_of_distill(tmp_path):
@@ -109,15 +99,16 @@ def test_a_single_file_that_is_written_again(tmp_path):
 
 def test_bos_is_for_prompts_and_eos_comes_once(tmp_path):
     tokenizer = make_tokenizer(chat=False)
+    a, b = ([tokenizer.convert_tokens_to_ids(letter)] for letter in "ab")
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|user|> $A", special_tokens=[("<|user|>", 2)]
     )
     write(tmp_path / "x.jsonl", [{"prompt": "a", "answer": "b" + EOS}])
     (row,) = read_answers(tmp_path, tokenizer)
-    assert row["prompt_ids"] == [2, *byte_ids("a")] and row["answer_ids"] == [*byte_ids("b"), END]
+    assert row["prompt_ids"] == [2, *a] and row["answer_ids"] == [*b, END]
     tokenizer.eos_token = None
     write(tmp_path / "x.jsonl", [{"prompt": "a", "answer": "b"}])
-    assert read_answers(tmp_path, tokenizer)[0]["answer_ids"] == byte_ids("b")
+    assert read_answers(tmp_path, tokenizer)[0]["answer_ids"] == b
 
 
 def test_folders_of_distill_that_are_not_whole(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from peft import get_peft_model
 from tiny_checkpoint import make_model, save_checkpoint, write_prompts
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import hf_spec
 from hf_spec.adapters.base_model import fingerprint
@@ -171,14 +171,8 @@ def test_rows_are_those_of_plain_generate(
 
 
 def test_provenance_of_a_limited_run(root, oracle, tmp_path, monkeypatch):
-    original = AutoModelForCausalLM.from_pretrained
-
-    def load(*args: Any, **kwargs: Any) -> Any:
-        model = original(*args, **kwargs)
-        model.config._commit_hash = "0123abcd"
-        return model
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    commit = property(lambda config: "0123abcd", lambda config, value: None)
+    monkeypatch.setattr(LlamaConfig, "_commit_hash", commit, raising=False)
     output = tmp_path / "out"
     assert distill(root, output, "--seed", "3", "--limit", "8") == 0
     shown = {path.name for path in output.iterdir()} - {".lock"}
@@ -403,6 +397,3 @@ def test_folders_of_others_and_damaged_ones(root, unfinished, tmp_path, capsys):
     shutil.copy(unfinished / "provenance.json", tmp_path)
     assert distill(root, tmp_path) == 2
     assert "answers.jsonl, line 2: not JSON" in capsys.readouterr().err
-
-
-# -------------------------------------------------------------------------------------- bad input

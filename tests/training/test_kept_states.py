@@ -1,14 +1,14 @@
 """The base's states are computed once for each sequence: the same losses, fewer forwards."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny
 
 from hf_spec.model.sequences import token_hidden, token_states
-from hf_spec.tools.training import kept_states as keeping
 from hf_spec.tools.training.kept_states import KEEPER, KeptStates
 from hf_spec.tools.training.train import train
 
@@ -41,44 +41,38 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [padded([0, 1], 7, False), padded([1, 2], 9, True), padded([2, 0], 8, False)]
 
 
-def kept(folder: Path, num_bytes: int = 10**6, base: str = "base") -> KeptStates:
-    return KeptStates(folder, num_bytes, base)
+@contextmanager
+def keeping(folder: Path) -> Iterator[None]:
+    token = KEEPER.set(KeptStates(folder, 10**6, "base"))
+    try:
+        yield
+    finally:
+        KEEPER.reset(token)
 
 
 @pytest.mark.parametrize("layers", [(), (1, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_are_those_of_a_forward(
-    fresh: Tiny, tmp_path: Path, batches: Any, layers: tuple[int, ...], dtype: Any
-) -> None:
+def test_states_are_those_of_a_forward(fresh, tmp_path, batches, layers, dtype):
     model = fresh("llama").to(dtype)
-    forwards, plain = Forwards(model), []
-    for ids, mask in batches:
-        plain.append(token_hidden(model, ids, mask, layers))
+    plain = [token_hidden(model, ids, mask, layers) for ids, mask in batches]
+    # A row in another batch rounds differently.
+    close = {"rtol": 0.0, "atol": 1e-5 if dtype == torch.float32 else 0.1}
     for count, part in ((3, "first"), (0, "resumed")):
-        forwards.count = 0
-        token = KEEPER.set(kept(tmp_path / "states"))
-        try:
+        forwards = Forwards(model)
+        with keeping(tmp_path / "states"):
             for (ids, mask), expected in zip(batches, plain):
-                found = token_hidden(model, ids, mask, layers)
-                real = mask.bool()
-                # A row in another batch rounds differently.
-                close = {"rtol": 0.0, "atol": 1e-5 if dtype == torch.float32 else 0.1}
+                found, real = token_hidden(model, ids, mask, layers), mask.bool()
                 torch.testing.assert_close(found[real], expected[real], **close)
                 assert found.isfinite().all() and found.dtype == dtype
-        finally:
-            KEEPER.reset(token)
         assert forwards.count == count, part
 
 
 @pytest.mark.parametrize("layers", [(), (1, 2)])
-def test_the_likeliest_tokens_are_those_of_the_model(
-    fresh: Tiny, tmp_path: Path, batches: Any, layers: tuple[int, ...]
-) -> None:
+def test_the_likeliest_tokens_are_those_of_the_model(fresh, tmp_path, batches, layers):
     """Beside the same states, from one forward; also those that are kept."""
     model = fresh("llama")
     forwards = Forwards(model)
-    token = KEEPER.set(kept(tmp_path / "states"))
-    try:
+    with keeping(tmp_path / "states"):
         for ids, mask in (*batches, *batches):
             states, chances, tokens = token_states(model, ids, mask, layers, likeliest=5)
             real = mask.bool()
@@ -89,15 +83,11 @@ def test_the_likeliest_tokens_are_those_of_the_model(
             best = logits.topk(5)
             torch.testing.assert_close(chances[real], best.values[real], rtol=0.0, atol=1e-5)
             assert torch.equal(tokens[real].long(), best.indices[real])
-    finally:
-        KEEPER.reset(token)
     assert forwards.count == 3 + 3, "each sequence once of each kind"
 
 
 @pytest.mark.parametrize("method", ["medusa", "dflash"])
-def test_training(
-    fresh: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_training(fresh, tmp_path, method):
     """The losses of two epochs are those without, the base runs once, and no file stays."""
     from datasets import Dataset
 
@@ -106,18 +96,7 @@ def test_training(
         {"prompt_ids": row[:4].tolist(), "answer_ids": row[4:].tolist()}
         for row in torch.randint(3, 60, (16, 12), generator=generator)
     ])  # fmt: skip
-    seen: list[int] = []
-    compute = KeptStates.__call__
-
-    def counted(self: Any, run: Any, ids: Any, mask: Any, layers: Any) -> Any:
-        def counting(ids: Any, mask: Any) -> Any:
-            seen.append(len(ids))
-            return run(ids, mask)
-
-        return compute(self, counting, ids, mask, layers)
-
-    monkeypatch.setattr(keeping.KeptStates, "__call__", counted)
-    losses = []
+    losses, forwards = [], []
     for gigabytes in (1.0, 0.0):
         arguments = {
             "num_train_epochs": 3, "kept_states": gigabytes, "logging_steps": 1, "held_out": 4,
@@ -126,8 +105,10 @@ def test_training(
         }  # fmt: skip
         out = tmp_path / str(gigabytes)
         config = {"num_layers": 1} if method == "dflash" else {"num_heads": 2}
-        record = train(fresh("llama"), data, method, out, config, arguments)
+        model = fresh("llama")
+        forwards.append(Forwards(model))
+        record = train(model, data, method, out, config, arguments)
         losses.append([entry["loss"] for entry in record["history"] if "loss" in entry])
         assert not list(out.rglob("states*"))
-    assert sum(seen) == 12 and len(losses[0]) == 9
+    assert [one.count for one in forwards] == [12, 3 * 12] and len(losses[0]) == 9
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-4, atol=0)

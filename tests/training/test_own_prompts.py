@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,24 +21,17 @@ WRITTEN = ["How? ", "Why", "How?", "endless", f"odd {PAD}", " ", "Who: [a]"]
 AS_TEXT = "{% for m in messages %}[INST] {{ m['content'] }} [/INST]{% endfor %}"
 
 
-class Scripted:
+def writing(tokenizer: Any, texts: list[str], end: str) -> Any:
     """A model that writes given texts, and keeps what it is given."""
+    rows = [tokenizer(text if text == "endless" else text + end)["input_ids"] for text in texts]
+    space, most = tokenizer(" ")["input_ids"], max(map(len, rows))
+    written = torch.tensor([row + space * (most - len(row)) for row in rows])
 
-    device = torch.device("cpu")
-
-    def __init__(self, tokenizer: Any, texts: list[str], end: str):
-        self.rows = [
-            tokenizer(text if text == "endless" else text + end)["input_ids"] for text in texts
-        ]
-        self.space = tokenizer(" ")["input_ids"]
-        self.calls: list[tuple[torch.Tensor, dict[str, Any]]] = []
-
-    def generate(self, rows: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        self.calls.append((rows, kwargs))
+    def generate(given: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         assert kwargs["assistant_strategy"] is None and kwargs["do_sample"]
-        most = max(map(len, self.rows))
-        padded = torch.tensor([row + self.space * (most - len(row)) for row in self.rows])
-        return torch.cat([rows[: len(padded)], padded[: len(rows)]], 1)
+        return torch.cat([given[: len(written)], written[: len(given)]], 1)
+
+    return Mock(device=torch.device("cpu"), generate=Mock(side_effect=generate))
 
 
 def prompts_of(path: Path) -> list[str]:
@@ -49,11 +43,12 @@ def test_words_end_where_the_template_says(tmp_path, end):
     tokenizer = make_tokenizer(chat=bool(end))
     if end == "[/INST]":
         tokenizer.chat_template = AS_TEXT
-    model = Scripted(tokenizer, WRITTEN, f" {end} more" if end else "")
+    model = writing(tokenizer, WRITTEN, f" {end} more" if end else "")
     path = tmp_path / "prompts.jsonl"
     want = ["How?", "Why", "Who: [a]"] if end else ["How?", "Why", "endless", "Who: [a]"]
     write_own_prompts(model, tokenizer, path, len(want), 2, seed=0)
-    [(rows, kwargs)] = model.calls
+    model.generate.assert_called_once()
+    (rows,), kwargs = model.generate.call_args
     start = {EOS: "<|user|>", "[/INST]": "[INST] ", "": EOS}[end]
     assert tokenizer.decode(rows[0]) == start and len(rows) == 8
     assert kwargs.get("eos_token_id") == ([1] if end == EOS else None)
@@ -62,7 +57,7 @@ def test_words_end_where_the_template_says(tmp_path, end):
 
 def test_repetition_and_templates_without_a_place(tmp_path):
     tokenizer, path = make_tokenizer(), tmp_path / "prompts.jsonl"
-    model = Scripted(tokenizer, ["How?"] * 4, EOS)
+    model = writing(tokenizer, ["How?"] * 4, EOS)
     with pytest.raises(ValueError, match="wrote 1 different prompts in 16 samples; 2 were to be"):
         write_own_prompts(model, tokenizer, path, 2, 4, seed=0)
     for template in ("{{ raise_exception('no system message') }}", "{{ bos_token }}"):
