@@ -389,14 +389,17 @@ def prompt(length: int = 12, batch: int = 1, seed: int = 0) -> torch.Tensor:
 
 
 def ragged(lengths: tuple[int, ...] = (12, 5, 9), seed: int = 0) -> dict[str, torch.Tensor]:
-    """Prompts of these lengths, padded on the left: ``input_ids`` and ``attention_mask``."""
-    width = max(lengths)
-    ids = torch.full((len(lengths), width), PAD)
-    mask = torch.zeros_like(ids)
-    for row, length in enumerate(lengths):
-        ids[row, width - length :] = prompt(length, seed=seed + row)[0]
-        mask[row, width - length :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
+    """Prompts of these lengths as a batch."""
+    rows = [prompt(length, seed=seed + row)[0] for row, length in enumerate(lengths)]
+    return padded([row.tolist() for row in rows])
+
+
+def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    """A batch of these rows, padded on the left: ``input_ids`` and ``attention_mask``."""
+    width = max(map(len, rows))
+    ids = [[PAD] * (width - len(row)) + row for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
 #: Strategies that run on the tiny models as they are, with options under which drafts hit and miss;
