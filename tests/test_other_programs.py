@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from running import drafting
-from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_prompts
+from tiny_checkpoint import make_model, make_tokenizer, plain_text, save_checkpoint, write_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
@@ -39,12 +39,7 @@ def test_lm_eval(tmp_path):
     pytest.importorskip("lm_eval", reason="needs lm-eval, see CONTRIBUTING.md")
     checkpoint = save_checkpoint(tmp_path / "model")
     model, tokenizer = make_model(), make_tokenizer()
-    expected = {}
-    for question in QUESTIONS:
-        inputs = tokenizer(question, return_tensors="pt")
-        ids = model.generate(**inputs, max_new_tokens=16, do_sample=False)
-        new = ids[0, inputs["input_ids"].shape[1] :]
-        expected[question] = tokenizer.decode(new, skip_special_tokens=True)
+    expected = {one: plain_text(model, tokenizer, one, max_new_tokens=16) for one in QUESTIONS}
     until = expected[QUESTIONS[0]][2]
     expected = {question: text.split(until)[0] for question, text in expected.items()}
     assert len({len(text) for text in expected.values()}) > 2

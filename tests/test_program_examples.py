@@ -9,6 +9,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from scripts import DOCS, load_script
+from tiny_checkpoint import plain_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
@@ -28,11 +29,8 @@ def plain_answer(checkpoint: str, turns: list[str], max_new_tokens: int) -> str:
     tok = AutoTokenizer.from_pretrained(checkpoint)
     roles = ("user", "assistant")
     chat = [{"role": roles[order % 2], "content": text} for order, text in enumerate(turns)]
-    inputs = tok.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    ids = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-    return tok.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    text = tok.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    return plain_text(model, tok, text, max_new_tokens=max_new_tokens)
 
 
 def test_colors_of_the_chat_are_taken_away_again() -> None:
