@@ -330,7 +330,9 @@ class Player:
         talk, rng = self.talk, self.rng
         talk.edited, width = False, talk.ids.shape[1]
         answers = sequences[:, width:]
-        real = _until_end(answers, settings.get("eos_token_id", []))
+        ends = torch.tensor(settings.get("eos_token_id", []), dtype=torch.long)
+        ended = torch.isin(answers, ends).long()
+        real = (ended.cumsum(-1) - ended == 0).long()  # up to the first end
         if rng.random() < 0.2:
             real = torch.ones_like(real)
         new = prompt(rng.randint(1, 5), len(sequences), seed=rng.randrange(10**6))
@@ -347,12 +349,6 @@ class Player:
             self._begin()
         else:
             talk.ids, talk.mask = ids, mask
-
-
-def _until_end(answers: Tensor, ends: list[int]) -> Tensor:
-    """``(batch, seq)`` 1 for tokens up to the first of these."""
-    ended = torch.isin(answers, torch.tensor(ends, dtype=torch.long)).long()
-    return (ended.cumsum(-1) - ended == 0).long()
 
 
 def _shown(mask: Tensor) -> str:
