@@ -90,32 +90,20 @@ POSITIONS = {
 EAGER_ONLY = frozenset({"gemma2", "gptj"})
 
 
+#: Flags of the command line, and what they do.
+FLAGS = {
+    "--every-architecture": "Every causal language model with every strategy, and a table of it.",
+    "--models-page": "With --every-architecture: write the tables of docs/guides/models.md.",
+    "--every-case": "Every combination of parameters, not only every pair of them.",
+    "--environments": "Also what is marked so: servers, wheels, programs from the shell.",
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--every-architecture",
-        action="store_true",
-        help="Every causal language model with every strategy, and a table of what came out.",
-    )
-    parser.addoption(
-        "--models-page",
-        action="store_true",
-        help="With --every-architecture: write the tables of docs/guides/models.md.",
-    )
-    parser.addoption(
-        "--every-case",
-        action="store_true",
-        help="Every combination of parameters, not only every pair of them.",
-    )
-    parser.addoption(
-        "--device",
-        default="cpu",
-        help="Where models and inputs are made: cuda, mps, ... (default: cpu).",
-    )
-    parser.addoption(
-        "--environments",
-        action="store_true",
-        help="Also what is marked as an environment: servers, wheels, programs from the shell.",
-    )
+    for flag, said in FLAGS.items():
+        parser.addoption(flag, action="store_true", help=said)
+    where = "Where models and inputs are made: cuda, mps, ... (default: cpu)."
+    parser.addoption("--device", default="cpu", help=where)
 
 
 #: Folders and files of tests of the tools, which are marked so; all others are the library's.
