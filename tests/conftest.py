@@ -91,32 +91,20 @@ POSITIONS = {
 EAGER_ONLY = frozenset({"gemma2", "gptj"})
 
 
+#: Flags of the command line, and what they do.
+FLAGS = {
+    "--every-architecture": "Every causal language model with every strategy, and a table of it.",
+    "--models-page": "With --every-architecture: write the tables of docs/guides/models.md.",
+    "--every-case": "Every combination of parameters, not only every pair of them.",
+    "--environments": "Also what is marked so: servers, wheels, programs from the shell.",
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--every-architecture",
-        action="store_true",
-        help="Every causal language model with every strategy, and a table of what came out.",
-    )
-    parser.addoption(
-        "--models-page",
-        action="store_true",
-        help="With --every-architecture: write the tables of docs/guides/models.md.",
-    )
-    parser.addoption(
-        "--every-case",
-        action="store_true",
-        help="Every combination of parameters, not only every pair of them.",
-    )
-    parser.addoption(
-        "--device",
-        default="cpu",
-        help="Where models and inputs are made: cuda, mps, ... (default: cpu).",
-    )
-    parser.addoption(
-        "--environments",
-        action="store_true",
-        help="Also what is marked as an environment: servers, wheels, programs from the shell.",
-    )
+    for flag, said in FLAGS.items():
+        parser.addoption(flag, action="store_true", help=said)
+    where = "Where models and inputs are made: cuda, mps, ... (default: cpu)."
+    parser.addoption("--device", default="cpu", help=where)
 
 
 #: Folders and files of tests of the tools, which are marked so; all others are the library's.
@@ -402,14 +390,17 @@ def prompt(length: int = 12, batch: int = 1, seed: int = 0) -> torch.Tensor:
 
 
 def ragged(lengths: tuple[int, ...] = (12, 5, 9), seed: int = 0) -> dict[str, torch.Tensor]:
-    """Prompts of these lengths, padded on the left: ``input_ids`` and ``attention_mask``."""
-    width = max(lengths)
-    ids = torch.full((len(lengths), width), PAD)
-    mask = torch.zeros_like(ids)
-    for row, length in enumerate(lengths):
-        ids[row, width - length :] = prompt(length, seed=seed + row)[0]
-        mask[row, width - length :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
+    """Prompts of these lengths as a batch."""
+    rows = [prompt(length, seed=seed + row)[0] for row, length in enumerate(lengths)]
+    return padded([row.tolist() for row in rows])
+
+
+def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    """A batch of these rows, padded on the left: ``input_ids`` and ``attention_mask``."""
+    width = max(map(len, rows))
+    ids = [[PAD] * (width - len(row)) + row for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
 #: Strategies that run on the tiny models as they are, with options under which drafts hit and miss;

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import pytest
 import torch
+from replay import mapped
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -159,13 +160,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _mapped(change: Any, values: Any) -> Any:
     """Values with each tensor changed."""
-    if isinstance(values, Tensor):
-        return change(values)
-    if isinstance(values, (list, tuple)):
-        return [_mapped(change, value) for value in values]
-    if isinstance(values, dict):
-        return {name: _mapped(change, value) for name, value in values.items()}
-    return values
+    return mapped(lambda value: change(value) if isinstance(value, Tensor) else value, values)
 
 
 def _place() -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from architectures import FIELDS, OVERRIDES, config_class, randomise_all, tiny_of
-from conftest import prompt
+from conftest import padded, prompt
 from torch import Tensor
 from transformers import AutoModelForMultimodalLM
 
@@ -40,12 +40,15 @@ _HEARING = {"max_source_positions": 20, "num_mel_bins": 8, "d_model": 32}
 _TILES = {"image_grid_pinpoints": [[SIZE, SIZE]]}
 
 
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def _of(model: Any, images: int, *tiles: int) -> Tensor:
     """Pixels ``(images, *tiles, 3, size, size)``."""
     size = getattr(model.config.vision_config, "image_size", SIZE)
     size = size[0] if isinstance(size, (list, tuple)) else size
-    shape = (images, *tiles, 3, size, size)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return _random(images, *tiles, 3, size, size)
 
 
 def _whole(model: Any, images: int) -> dict[str, Tensor]:
@@ -61,8 +64,7 @@ def _listed(model: Any, images: int) -> dict[str, Tensor]:
 
 
 def _tiled(model: Any, images: int) -> dict[str, Tensor]:
-    sizes = torch.tensor([[SIZE, SIZE]] * images)
-    return {"pixel_values": _of(model, images, 2), "image_sizes": sizes}
+    return {**_sized(model, images), "pixel_values": _of(model, images, 2)}
 
 
 def _grids(model: Any, images: int) -> dict[str, Tensor]:
@@ -71,8 +73,7 @@ def _grids(model: Any, images: int) -> dict[str, Tensor]:
     side = 2 * getattr(vision, "spatial_merge_size", 1)
     grids = torch.tensor([[1, side * (1 + i % 2), side] for i in range(images)])
     features = 3 * (getattr(vision, "temporal_patch_size", None) or 1) * PATCH**2
-    shape = (int(grids.prod(-1).sum()), features)
-    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    pixels = _random(int(grids.prod(-1).sum()), features)
     return {"pixel_values": pixels, "image_grid_thw": grids}
 
 
@@ -97,36 +98,31 @@ def _shaped(model: Any, images: int) -> dict[str, Tensor]:
     """Four by two patches, the last of which are padding in every other image."""
     shapes = torch.tensor([[4, 2 + 2 * (i % 2)] for i in range(images)])
     real = torch.arange(16) < shapes.prod(-1, keepdim=True)
-    size = (images, 16, 3 * model.config.vision_config.patch_size**2)
-    pixels = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    pixels = _random(images, 16, 3 * model.config.vision_config.patch_size**2)
     return {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": real.long()}
 
 
 def _both(model: Any, images: int) -> dict[str, Tensor]:
-    vision = model.config.high_res_vision_config
-    size = (images, 3, vision.image_size, vision.image_size)
-    pixels = torch.randn(size, generator=torch.Generator().manual_seed(1))
-    return {**_whole(model, images), "high_res_pixel_values": pixels}
+    size = model.config.high_res_vision_config.image_size
+    fine = _random(images, 3, size, size, seed=1)
+    return {**_whole(model, images), "high_res_pixel_values": fine}
 
 
 def _joined(model: Any, images: int) -> dict[str, Tensor]:
     """Patches of all images in a row; every other image is twice as high."""
     sizes = torch.tensor([[4 * (1 + i % 2), 4] for i in range(images)])
     size, patches = model.config.vision_config.patch_size, int(sizes.prod(-1).sum())
-    pixels = torch.randn((1, 3, size, size * patches), generator=torch.Generator().manual_seed(0))
-    return {"pixel_values": pixels, "target_sizes": sizes}
+    return {"pixel_values": _random(1, 3, size, size * patches), "target_sizes": sizes}
 
 
 def _flat(model: Any, images: int) -> dict[str, Tensor]:
     """Four patches each."""
-    size = (images, 4, 3 * model.config.patch_size**2)
-    return {"pixel_values": torch.randn(size, generator=torch.Generator().manual_seed(0))}
+    return {"pixel_values": _random(images, 4, 3 * model.config.patch_size**2)}
 
 
 def _heard(model: Any, sounds: int) -> dict[str, Tensor]:
     frames = 2 * _HEARING["max_source_positions"]
-    shape = (sounds, _HEARING["num_mel_bins"], frames)
-    return {"input_features": torch.randn(shape, generator=torch.Generator().manual_seed(0))}
+    return {"input_features": _random(sounds, _HEARING["num_mel_bins"], frames)}
 
 
 def _masked(model: Any, sounds: int, name: str = "input_features_mask") -> dict[str, Tensor]:
@@ -253,7 +249,8 @@ def _encoded(model: Any, given: dict[str, Tensor], seen: str) -> Any:
 
 
 def prompts(
-    model_type: str, rows: list[tuple[int, int]], videos: bool = False
+    model_type: str, rows: list[tuple[int, int]], videos: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:  # fmt: skip
     """A batch, padded on the left.
 
@@ -261,6 +258,7 @@ def prompts(
         rows: of each row, the number of its images, which come after two tokens, and its length
             without them.
         videos: whether it has videos instead.
+        dtype: of what is seen or heard.
     """
     model, kind = build(model_type), KINDS[model_type]
     total = sum(images for images, _ in rows)
@@ -278,10 +276,10 @@ def prompts(
         text = prompt(length, seed=row)[0].clamp(max=HEAR - 1).tolist()
         parts = [(START, *[placeholder] * next(remaining), END) for _ in range(images)]
         sequences.append(text[:2] + [token for part in parts for token in part] + text[2:])
-    width = max(map(len, sequences))
-    ids = torch.tensor([[0] * (width - len(one)) + one for one in sequences])
-    mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in sequences])
-    return {"input_ids": ids, "attention_mask": mask, **given, **token_types(model, ids)}
+    for name, value in given.items():
+        given[name] = value.to(dtype) if value.is_floating_point() else value
+    batch = padded(sequences)
+    return {**batch, **given, **token_types(model, batch["input_ids"])}
 
 
 def token_types(model: Any, ids: Tensor) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import multimodal
 import torch
 from adapter_oracle import lent
-from conftest import ARCHITECTURES, EAGER_ONLY, EOS, PAD, VOCAB, prompt, shared
+from conftest import ARCHITECTURES, EAGER_ONLY, EOS, VOCAB, padded, prompt, ragged, shared
 from method_variants import VARIANTS
 from processors import Matcher
 from random_mtp import read_or_random
@@ -71,16 +71,10 @@ class Case(NamedTuple):
     """A call of ``generate``, perhaps with a second turn.
 
     Attributes:
-        number: of the case.
         seed: what it is drawn from.
         kind: of the model, see :data:`MODELS`.
-        model: name of the model.
-        attention: its attention implementation.
-        name: the strategy.
-        variant: what it runs with, see :mod:`method_variants`.
-        drafting: which steps draft.
+        name, variant: the strategy and what it runs with, see :mod:`method_variants`.
         rows: of each row, images and tokens besides.
-        settings: options of ``generate``.
         matched: whether a processor keeps a state per row.
         compiled: whether steps are compiled.
         recorded: whether they are recorded instead, and replayed.
@@ -240,8 +234,7 @@ class Turn(NamedTuple):
     Attributes:
         inputs: of plain generation.
         prompts: tokens of each row.
-        answers: the new tokens of each row.
-        new: number of tokens of all rows.
+        answers: the new tokens of each row; ``new`` are those of all rows.
         scores, logits: of each new token, ``(batch, vocab)`` what it was chosen from, and that
             before processors.
     """
@@ -269,15 +262,9 @@ def _remembered(case: Case, model: Any) -> list[Turn]:
 
 def _plain(case: Case, model: Any) -> list[Turn]:
     if case.kind == "images":
-        inputs = multimodal.prompts(case.model, case.rows)
+        inputs = multimodal.prompts(case.model, case.rows, dtype=model.dtype)
     else:
-        lengths = [length for _, length in case.rows]
-        rows = [prompt(length, seed=case.seed + i)[0] for i, length in enumerate(lengths)]
-        inputs = padded([row.tolist() for row in rows])
-    inputs = {
-        name: value.to(model.dtype) if value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
+        inputs = ragged(tuple(length for _, length in case.rows), case.seed)
     own = {CACHE: dynamic(model)} if case.turn == "dynamic" else {}
     turns = [_answered(case, model, inputs, own)]
     if case.turn is not None:
@@ -306,14 +293,6 @@ def _plain(case: Case, model: Any) -> list[Turn]:
 
 def dynamic(model: Any) -> DynamicCache:
     return DynamicCache(config=model.config.get_text_config(decoder=True))
-
-
-def padded(rows: list[list[int]]) -> dict[str, Tensor]:
-    """A batch of these rows, padded on the left."""
-    width = max(map(len, rows))
-    ids = [[PAD] * (width - len(row)) + row for row in rows]
-    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
 def _generate(case: Case, model: Any, inputs: dict[str, Any], **more: Any) -> Any:
@@ -395,6 +374,18 @@ def _precise(kind: str, name: str, attention: str, dtype: torch.dtype) -> Any:
 # -- as a program --------------------------------------------------------------------------------
 
 
+def read(output: Path | None, key: str) -> dict[int, dict[str, Any]]:
+    """The lines of a file by their numbers."""
+    text = output.read_text() if output is not None and output.exists() else ""
+    return {line[key]: line for line in map(json.loads, text.splitlines())}
+
+
+def append(output: Path | None, line: dict[str, Any]) -> None:
+    if output is not None:
+        with output.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
@@ -411,10 +402,7 @@ def main(arguments: list[str] | None = None) -> int:
         import random_sequences  # which imports this module
 
         return random_sequences.main(given.first, given.sequences, given.output)
-    known: dict[int, dict[str, Any]] = {}
-    if given.output is not None and given.output.exists():
-        lines = map(json.loads, given.output.read_text().splitlines())
-        known = {line["number"]: line for line in lines}
+    known = read(given.output, "number")
     numbers = range(given.first, given.first + given.count)
     cases = pairs(given.kinds) if given.pairs else (draw(one, given.kinds) for one in numbers)
     for case in cases:
@@ -433,9 +421,7 @@ def main(arguments: list[str] | None = None) -> int:
         known[number]["settings"] = str(case.settings)
         if outcome.result in ("different", "raised"):
             print(f"{outcome.result}: {outcome.note}: {case}", flush=True)
-        if given.output is not None:
-            with given.output.open("a") as file:
-                file.write(json.dumps(known[number]) + "\n")
+        append(given.output, known[number])
     results = Counter(line["result"] for line in known.values())
     tokens, drafted, accepted = (
         sum(line[name] for line in known.values()) for name in ("tokens", "drafted", "accepted")

@@ -9,7 +9,6 @@ one that has been through the same calls.
 """
 
 import copy
-import json
 import pickle
 import random
 from collections import Counter
@@ -20,7 +19,7 @@ from typing import Any
 import multimodal
 import torch
 from adapter_oracle import randomise
-from conftest import EAGER_ONLY, EOS, VOCAB, prompt
+from conftest import EAGER_ONLY, EOS, VOCAB, padded, prompt, ragged
 from method_variants import VARIANTS
 from peft import LoraConfig
 from processors import Criterion, Fails, Failure, Processor
@@ -30,10 +29,11 @@ from random_cases import (
     RUNS,
     WARPERS,
     Case,
+    append,
     dynamic,
     matching,
     model_of,
-    padded,
+    read,
 )  # fmt: skip
 from running import needed
 from torch import Tensor
@@ -123,19 +123,13 @@ class Player:
             size = 1
         if self.kind == "images":
             rows = [(rng.randint(1, 2), rng.randint(4, 10)) for _ in range(size)]
-            given = multimodal.prompts(self.name, rows)
-            ids, mask = given.pop("input_ids"), given.pop("attention_mask")
-            given = {
-                name: value.to(self.model.dtype) if value.is_floating_point() else value
-                for name, value in given.items()
-            }
+            given = multimodal.prompts(self.name, rows, dtype=self.model.dtype)
         else:
             lengths = [rng.randint(3, 16) for _ in range(size)]
             if rng.random() < 0.5:
                 lengths = lengths[:1] * size
-            whole = padded([prompt(n, seed=seed + i)[0].tolist() for i, n in enumerate(lengths)])
-            ids, mask, given = whole["input_ids"], whole["attention_mask"], {}
-        self.talk = Talk(ids, mask, given, kind)
+            given = ragged(tuple(lengths), seed)
+        self.talk = Talk(given.pop("input_ids"), given.pop("attention_mask"), given, kind)
         if kind == "dynamic":
             self.talk.ours, self.talk.plain = dynamic(self.model), dynamic(self.model)
         self.events.append(f"begin {kind} {size} rows {self.model.dtype}")
@@ -336,7 +330,9 @@ class Player:
         talk, rng = self.talk, self.rng
         talk.edited, width = False, talk.ids.shape[1]
         answers = sequences[:, width:]
-        real = _until_end(answers, settings.get("eos_token_id", []))
+        ends = torch.tensor(settings.get("eos_token_id", []), dtype=torch.long)
+        ended = torch.isin(answers, ends).long()
+        real = (ended.cumsum(-1) - ended == 0).long()  # up to the first end
         if rng.random() < 0.2:
             real = torch.ones_like(real)
         new = prompt(rng.randint(1, 5), len(sequences), seed=rng.randrange(10**6))
@@ -353,12 +349,6 @@ class Player:
             self._begin()
         else:
             talk.ids, talk.mask = ids, mask
-
-
-def _until_end(answers: Tensor, ends: list[int]) -> Tensor:
-    """``(batch, seq)`` 1 for tokens up to the first of these."""
-    ended = torch.isin(answers, torch.tensor(ends, dtype=torch.long)).long()
-    return (ended.cumsum(-1) - ended == 0).long()
 
 
 def _shown(mask: Tensor) -> str:
@@ -402,10 +392,7 @@ def run_sequence(seed: int) -> dict[str, Any]:
 
 def main(first: int, count: int, output: Path | None) -> int:
     """Play sequences, but for those in ``output``; print what is wrong, and a summary."""
-    known: dict[int, dict[str, Any]] = {}
-    if output is not None and output.exists():
-        lines = map(json.loads, output.read_text().splitlines())
-        known = {line["sequence"]: line for line in lines}
+    known = read(output, "sequence")
     for seed in range(first, first + count):
         if seed in known:
             continue
@@ -413,9 +400,7 @@ def main(first: int, count: int, output: Path | None) -> int:
         if found["result"] != "exact":
             print("\n  ".join([f"{seed}: {found['result']}: {found['note']}", *found["events"]]))
             print(flush=True)
-        if output is not None:
-            with output.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+        append(output, found)
     results = Counter(line["result"] for line in known.values())
     calls: Counter[str] = Counter()
     for line in known.values():

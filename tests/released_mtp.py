@@ -40,9 +40,7 @@ NAMES = {
     ),
 }  # fmt: skip
 #: Parts of blocks that are called otherwise.
-RENAMED = {
-    "mimo": ("post_attention_layernorm", "pre_mlp_layernorm"),
-}
+RENAMED = {"mimo": ("post_attention_layernorm", "pre_mlp_layernorm")}
 
 
 def released(model_type: str, layer: Any) -> dict[str, Tensor]:

@@ -1,9 +1,8 @@
-"""The scripts in ``benchmarks/`` as modules."""
+"""The scripts in ``benchmarks/`` and ``docs/`` as modules."""
 
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,17 +10,18 @@ from tiny_checkpoint import save_checkpoint, write_prompts
 
 from hf_spec.tools import cli
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 
 
-def load_script(name: str) -> ModuleType:
-    """A fresh module of ``benchmarks/NAME.py``."""
-    spec = importlib.util.spec_from_file_location(f"{name}_script", BENCHMARKS / f"{name}.py")
+def load_script(name: str, folder: Path = ROOT / "benchmarks") -> Any:
+    """A fresh module of a script in a folder."""
+    spec = importlib.util.spec_from_file_location(f"{name}_script", folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # As for a script: one may import another. Not longer, as some have the name of a package.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [*sys.path, str(BENCHMARKS)])
+        patch.setattr(sys, "path", [*sys.path, str(folder)])
         spec.loader.exec_module(module)
     return module
 

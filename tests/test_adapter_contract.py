@@ -107,13 +107,12 @@ def test_named_by_a_call(base_path: str, tmp_path: Path, name: str, kind: str) -
         with pytest.raises(ValueError, match="changes the model's weights.*load_adapter"):
             tokens(model, name, adapter=str(tmp_path))
         return
+    tokens(attached, name)
+    theirs = hf_spec.last_stats(attached)
     for strategy in (name, "auto"):
         spec = {**drafting(name, adapter=str(tmp_path)), "assistant_strategy": strategy}
-        assert model.generate(**ragged(), **GREEDY, **spec).tolist() == tokens(model)
-        ours, theirs = (
-            hf_spec.last_stats(model),
-            tokens(attached, name) and hf_spec.last_stats(attached),
-        )
+        check_same(model, spec, **ragged(), **GREEDY)
+        ours = hf_spec.last_stats(model)
         assert ours.strategy == name and ours.num_drafted_tokens == theirs.num_drafted_tokens
         assert ours.accepted_histogram == theirs.accepted_histogram
     now = {key: (one.data_ptr(), one.requires_grad) for key, one in model.named_parameters()}
@@ -138,11 +137,8 @@ def test_names_of_adapters_that_do_not_fit(base_path: str, tmp_path: Path) -> No
         "auto": ("none", "there is no such folder"),
     }
     for name, (folder, message) in wrong.items():
+        spec = {**drafting("medusa", adapter=str(tmp_path / folder)), "assistant_strategy": name}
         with pytest.raises((ValueError, FileNotFoundError), match=message):
-            spec = {
-                **drafting("medusa", adapter=str(tmp_path / folder)),
-                "assistant_strategy": name,
-            }
             model.generate(**ragged(), **GREEDY, **spec)
     with pytest.raises(ValueError, match="adapter=3: give an adapter's folder.* as a string"):
         tokens(model, "medusa", adapter=3)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_checkpoint import save_checkpoint, write_prompts
+from tiny_checkpoint import load_checkpoint, write_prompts
 
 import hf_spec
 from hf_spec.model import packed_weights
@@ -25,11 +25,6 @@ COMMANDS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
-
-
 @pytest.fixture
 def prompts(tmp_path) -> Path:
     rows = [
@@ -40,13 +35,12 @@ def prompts(tmp_path) -> Path:
     return write_prompts(tmp_path / "prompts.jsonl", rows)
 
 
-def bench(checkpoint: Path, prompts: Path, output: Path, *more: str) -> int:
-    return cli.main(
-        [
-            "bench", "--model", str(checkpoint), "--prompts", str(prompts), "--dtype", "float32",
-            "--max-new-tokens", "12", "--output", str(output), "--device", "cpu", *more,
-        ]
-    )  # fmt: skip
+def bench(checkpoint: Path, prompts: Path | None, output: Path, *more: str) -> int:
+    given = [] if prompts is None else ["--prompts", str(prompts)]
+    return cli.main([
+        "bench", "--model", str(checkpoint), *given, "--dtype", "float32", "--device", "cpu",
+        "--max-new-tokens", "12", "--output", str(output), *more,
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -56,14 +50,6 @@ def test_help_has_examples(command, capsys):
     assert "Examples:" in out and f"hf-spec {command}".strip() in out
     options = out.partition("Options:")[2]
     assert options.count("--output ") == options.count("-o, --output ")
-
-
-def fake_transformers_cli(monkeypatch) -> list[list[str]]:
-    """Stand-in for Transformers' own command line; returns the arguments it is given."""
-    given: list[list[str]] = []
-    fake = SimpleNamespace(app=lambda arguments, **_: given.append(arguments))
-    monkeypatch.setitem(sys.modules, "transformers.cli.transformers", fake)
-    return given
 
 
 def test_strategies_and_the_version(capsys):
@@ -100,7 +86,11 @@ def test_bench_prints_a_table_and_writes_everything(checkpoint, prompts, tmp_pat
 
 
 def test_bench_with_an_adapter(checkpoint, prompts, tmp_path, capsys):
-    adapter = save_layer_skip(checkpoint, tmp_path / "adapter", [1])
+    adapter, model = tmp_path / "adapter", load_checkpoint(checkpoint)
+    model.add_adapter(hf_spec.LayerSkipConfig(skip_attention=[1], skip_mlp=[]))
+    model.save_pretrained(adapter)
+    options = {"drafting": "always"}  # what steps take here is noise
+    hf_spec.SpecConfig("layer_skip", options).save_pretrained(adapter)
     assert bench(checkpoint, prompts, tmp_path / "out", "--adapter", str(adapter), "--json") == 0
     data = json.loads((tmp_path / "out" / "results.json").read_text())
     assert json.loads(capsys.readouterr().out) == data["runs"]
@@ -122,30 +112,15 @@ def test_bench_packs_weights_where_it_pays(checkpoint, prompts, tmp_path, monkey
 
 
 def test_bench_without_a_file_takes_prompts_of_its_own(checkpoint, tmp_path, capsys):
-    command = ["bench", "--model", str(checkpoint), "--limit", "6", "--max-new-tokens", "2"]
-    more = ["--device", "cpu", "--dtype", "float32", "--output", str(tmp_path), "--by-task"]
-    assert cli.main([*command, *more]) == 0
+    more = ["--limit", "6", "--max-new-tokens", "2", "--by-task"]
+    assert bench(checkpoint, None, tmp_path, *more) == 0
     printed = capsys.readouterr().out
     assert "measure yours with --prompts FILE" in printed
     tasks = {row["task"] for row in json.loads((tmp_path / "results.json").read_text())["runs"]}
     assert tasks == {"question", "writing", "math", "code", "summary", "editing", "all"}
     assert all(task in printed for task in tasks)
-    assert Counter(one.category for one in read_prompts(BUNDLED)) == dict.fromkeys(
-        tasks - {"all"}, 4
-    )
-
-
-def save_layer_skip(checkpoint: Path, folder: Path, skip: list[int]) -> Path:
-    from peft import get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    config = hf_spec.LayerSkipConfig(skip_attention=skip, skip_mlp=[])
-    get_peft_model(model, config).save_pretrained(folder)
-    options = {"drafting": "always"}  # what steps take here is noise
-    config = hf_spec.SpecConfig(assistant_strategy="layer_skip", assistant_kwargs=options)
-    config.save_pretrained(folder)
-    return folder
+    found = Counter(one.category for one in read_prompts(BUNDLED))
+    assert found == dict.fromkeys(tasks - {"all"}, 4)
 
 
 @pytest.mark.parametrize("terminated", [False, True])
@@ -223,19 +198,19 @@ def test_serve_says_what_is_missing(monkeypatch, capsys):
     monkeypatch.setattr("hf_spec.tools.cli.serve.require", lambda *_: None)
     monkeypatch.setitem(sys.modules, "transformers.cli.transformers", None)
     assert cli.main(["serve", "some/model"]) == 2
-    error = capsys.readouterr().err
-    assert "pip install 'hf_spec[serve]'" in error and error.count("\n") == 1
+    errors = [capsys.readouterr().err]
     monkeypatch.undo()
-    fake_transformers_cli(monkeypatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["serve", "some/model", "--port", "1"]) == 2
-    error = capsys.readouterr().err
-    assert "fastapi, openai, pydantic" in error and error.count("\n") == 1
-    assert "pip install 'hf_spec[serve]'" in error
+    errors.append(capsys.readouterr().err)
+    assert all("pip install 'hf_spec[serve]'" in one and one.count("\n") == 1 for one in errors)
+    assert "fastapi, openai, pydantic" in errors[1]
 
 
 def test_serve_hands_all_other_arguments_over(monkeypatch):
-    given, prepared = fake_transformers_cli(monkeypatch), []
+    given, prepared = [], []
+    program = SimpleNamespace(app=lambda arguments, **_: given.append(arguments))
+    monkeypatch.setitem(sys.modules, "transformers.cli.transformers", program)
     served = SimpleNamespace(on_load=prepared.append)
     monkeypatch.setitem(sys.modules, "modeling_patches.served_models", served)
     monkeypatch.setattr("hf_spec.tools.cli.serve.require", lambda *_: None)

@@ -61,24 +61,10 @@ def test_it_is_there(name: str) -> None:
     """As an attribute; or, if it is one of instances only, in the source of its module."""
     owner, _, last = name.rpartition(".")
     assert owner.partition(".")[0] in LIBRARIES
-    found = resolved(owner)
+    found = pkgutil.resolve_name(owner)
     module = inspect.getmodule(found)
     assert module is not None
     assert hasattr(found, last) or re.search(rf"\b{last}\b", inspect.getsource(module))
-
-
-def resolved(name: str) -> Any:
-    """The object of a dotted name."""
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:end]))
-        except ImportError:
-            continue
-        for part in parts[end:]:
-            found = getattr(found, part)
-        return found
-    raise AssertionError(f"{name} cannot be imported")
 
 
 def is_private(name: Any) -> bool:

@@ -2,18 +2,14 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
-from adapter_oracle import lent
-from conftest import STRATEGIES, Tiny, prompt, ragged
-from running import drafting
+from conftest import Tiny, prompt, ragged
+from test_method_contract import FIRST, adapted, strategy
 from tiny_checkpoint import save_checkpoint, write_prompts
 from transformers.utils.logging import warning_once
 
-from hf_spec.methods.registry import methods
 from hf_spec.tools import cli
 from modeling_patches.cache_name import CACHE
 
@@ -38,20 +34,11 @@ def nothing_deprecated(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert [text for text in warned + logged if OF_PEFT not in text] == []
 
 
-@contextmanager
-def ready(model: Any, strategy: str) -> Iterator[dict[str, Any]]:
-    """Keywords of ``generate`` for a strategy, and the model with its adapter."""
-    config = methods()[strategy].adapter_config
-    plain = strategy in STRATEGIES
-    with nullcontext() if plain or config is None else lent(model, config(), random=True):
-        yield STRATEGIES[strategy] if plain else drafting(strategy)
-
-
 @pytest.mark.usefixtures("nothing_deprecated")
-@pytest.mark.parametrize("strategy", methods())
-def test_generate(tiny: Tiny, strategy: str) -> None:
-    model = tiny()
-    with ready(model, strategy) as spec:
+@pytest.mark.parametrize(("name", "variant"), FIRST)
+def test_generate(tiny: Tiny, name: str, variant: str) -> None:
+    model, spec = tiny(), strategy(name, variant)
+    with adapted(model, name, variant):
         options = {"max_new_tokens": 8, "return_dict_in_generate": True, **spec}
         model.generate(**ragged(), do_sample=True, output_scores=True, **options)
         out = model.generate(prompt(), do_sample=False, **options)

@@ -1,6 +1,5 @@
 """What a wheel holds: all of the packages, and nothing else."""
 
-import re
 import shutil
 import subprocess
 import sys
@@ -61,8 +60,4 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
 
 def test_the_version_comes_from_one_place(wheel):
     (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-    text = wheel.read(metadata).decode()
-    assert f"\nVersion: {hf_spec.__version__}\n" in text
-    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
-    assert cited is not None and cited[1] == hf_spec.__version__
-    assert hf_spec.__version__ in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nVersion: {hf_spec.__version__}\n" in wheel.read(metadata).decode()

@@ -5,23 +5,27 @@ import html
 import importlib
 import json
 import re
-from pathlib import Path
 
 import models_page
 import pytest
 import torch
 from architectures import PADDED, REFUSED, model_types
+from conftest import check_same
 from running import drafting
+from scripts import DOCS, load_script
 
 import hf_spec
 from hf_spec.methods import registry
 
-DOCS = Path(__file__).parent.parent / "docs"
+SCRIPTS = DOCS / "scripts"
 
 
-def test_the_example_method_of_the_docs_works(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny
-) -> None:
+def texts(picture: str) -> list[str]:
+    """Those of a figure."""
+    return re.findall(r"<text[^>]*>([^<]*)</text>", (DOCS / "figures" / picture).read_text())
+
+
+def test_the_example_method_of_the_docs_works(monkeypatch, tmp_path, tiny) -> None:
     text = (DOCS / "guides" / "add_a_method.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
     (tmp_path / "echo_of_the_docs.py").write_text(code)
@@ -30,13 +34,8 @@ def test_the_example_method_of_the_docs_works(
     scope = vars(importlib.import_module("echo_of_the_docs"))
     assert hf_spec.strategies()["echo"] == "repeats the last token"
 
-    model = tiny("llama")
-    ids = torch.tensor([[5, 9, 7, 7, 7]])
-    plain = model.generate(ids, max_new_tokens=40, do_sample=False)
-    ours = model.generate(
-        ids, max_new_tokens=40, do_sample=False, **drafting("echo", length=3),
-    )  # fmt: skip
-    assert torch.equal(plain, ours)
+    model, ids = tiny("llama"), torch.tensor([[5, 9, 7, 7, 7]])
+    check_same(model, drafting("echo", length=3), ids, max_new_tokens=40)
     candidates, logits = scope["METHOD"].drafter(model, scope["EchoOptions"]()).get_candidates(ids)
     assert candidates.tolist() == [[5, 9, 7, 7, 7, 7, 7, 7, 7]] and logits is None
 
@@ -68,8 +67,7 @@ def test_every_public_name_is_on_the_page_of_the_api() -> None:
 
 
 def test_every_public_name_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(DOCS / "scripts")
-    site = importlib.import_module("site_hooks")
+    site = load_script("site_hooks", SCRIPTS)
     assert list(site.undocumented()) == []
 
     @dataclasses.dataclass
@@ -81,40 +79,25 @@ def test_every_public_name_is_documented(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(hf_spec, "Bare", Bare, raising=False)
     monkeypatch.setattr(hf_spec, "__all__", [*hf_spec.__all__, "Bare"])
     monkeypatch.setattr(Bare, "__module__", "hf_spec.bare")
-    assert list(site.undocumented()) == [
-        "hf_spec.Bare",
-        "hf_spec.Bare.field",
-        "hf_spec.Bare.method",
-    ]
+    missing = [f"hf_spec.Bare{member}" for member in ("", ".field", ".method")]
+    assert list(site.undocumented()) == missing
 
 
-def test_the_picture_of_speeds_shows_what_the_benchmark_page_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(DOCS / "scripts")
-    figures = importlib.import_module("figures")
-    names, speeds = figures.read_speeds(figures.BENCHMARKS.read_text())
-    shown = re.findall(r"<text[^>]*>([^<]*)</text>", (DOCS / "figures" / "speed.svg").read_text())
+def test_pictures_of_speeds_and_gains_show_what_the_benchmark_page_says() -> None:
+    figures = load_script("figures", SCRIPTS)
+    page = figures.BENCHMARKS.read_text()
+    (names, speeds), shown = figures.read_speeds(page), texts("speed.svg")
     assert set(" ".join(names).split()) <= set(" ".join(shown).split())
     bars = [f"{value:.2f}" for values in speeds.values() for value in values if value is not None]
     assert len(names) > 3 and len(bars) > len(names)
     assert [text for text in shown if re.fullmatch(r"\d\.\d\d", text)] == bars
-
-
-def test_the_picture_of_gains_shows_what_the_benchmark_page_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(DOCS / "scripts")
-    figures = importlib.import_module("figures")
-    gains = figures.read_gains(figures.BENCHMARKS.read_text())
-    shown = re.findall(r"<text[^>]*>([^<]*)</text>", (DOCS / "figures" / "gain.svg").read_text())
+    gains, shown = figures.read_gains(page), texts("gain.svg")
     assert [*gains] == [text for text in shown if text in gains]
     assert [f"{value:g}" for value in gains.values()] == [text for text in shown if text.isdigit()]
 
 
-def test_charts_show_what_their_tables_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(DOCS / "scripts")
-    charts = importlib.import_module("charts")
+def test_charts_show_what_their_tables_say() -> None:
+    charts = load_script("charts", SCRIPTS)
     pages = " ".join(page.read_text() for page in (DOCS / "inside").glob("*.md"))
     for name in charts.CHARTS:
         picture = (DOCS / "figures" / f"{name}.svg").read_text()
@@ -147,12 +130,9 @@ def test_the_page_of_models_is_that_of_the_sweep() -> None:
 
 
 def test_the_picture_of_steps_shows_the_tour() -> None:
-    pictures = [DOCS / "figures" / f"steps_{name}.svg" for name in ("plain", "medusa")]
-    text = "".join(picture.read_text() for picture in pictures)
-    shown = re.findall(r"<text[^>]*>([^<]*)</text>", text)
     tour = (DOCS / "tour.ipynb").read_text()
     for name, row in (("plain generate", "plain"), ("medusa", "medusa")):
-        [title] = [text for text in shown if text.startswith(f"{name}: ")]
+        [title] = [text for text in texts(f"steps_{row}.svg") if text.startswith(f"{name}: ")]
         tokens, steps = map(int, re.findall(r"\d+", title))
         assert tokens == 46 and re.search(rf"{row} +{steps} +\d", tour)
 
@@ -164,11 +144,8 @@ def test_every_file_names_the_same_version() -> None:
     assert re.search(r"^## (\S+)", changes, re.MULTILINE)[1] == hf_spec.__version__
 
 
-def test_tables_of_few_columns_are_lists_on_phones_and_notebooks_open_in_colab(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(DOCS / "scripts")
-    site = importlib.import_module("site_hooks")
+def test_tables_of_few_columns_are_lists_on_phones_and_notebooks_open_in_colab() -> None:
+    site = load_script("site_hooks", SCRIPTS)
     rows = "<tr><td><code>a</code></td><td></td></tr>"
     head = "<tr><th>name</th><th><em>so &amp; so</em></th></tr>"
     table = f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"

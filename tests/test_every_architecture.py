@@ -7,7 +7,6 @@ A run takes the pairs that once failed. All of them: ``make sweep``, or
 """
 
 import traceback
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from adapter_oracle import lent
 from architectures import EXCLUDED, PADDED, REFUSED, build, model_types
 from conftest import ragged
 from running import needed
-from test_method_contract import RUNS
+from test_method_contract import FIRST
+from test_method_contract import adapted as with_adapter_of
 
 from hf_spec.methods.registry import methods
 from modeling_patches.linear_attention import keeps_states
@@ -77,15 +76,8 @@ def plain(model_type: str) -> list[Any]:
     return [build(model_type).generate(**given, **GREEDY) for given in prompts()]
 
 
-@contextmanager
 def adapted(model: Any, name: str) -> Any:
-    method = methods()[name]
-    if not method.needs_adapter:
-        yield
-        return
-    fields = RUNS[name].adapters.get(next(iter(RUNS[name].options)), {})
-    with lent(model, method.adapter_config(**fields), random=bool(fields)):  # all of it matters
-        yield
+    return with_adapter_of(model, name, dict(FIRST)[name])
 
 
 def test_exact_or_refused(model_type: str, name: str, record_property: Any) -> None:

@@ -7,7 +7,6 @@ compared with rounding, so a single differing token is a bug.
 import dataclasses
 import json
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from conftest import (
     POSITIONS,
     VOCAB,
     Tiny,
+    check_same,
     prompt,
     ragged,
-    shared,
 )
 from covering import covering, pairs
 from method_variants import VARIANTS, Variants
@@ -100,16 +99,9 @@ def back_ends(architecture: str) -> list[str]:
     return ["eager"] if architecture in EAGER_ONLY else ["eager", "sdpa"]
 
 
-@cache
-def plain(architecture: str, attention: str, dtype: torch.dtype, row: int | None) -> list:
-    """What plain generation makes of the ragged batch, or of one of its rows alone."""
-    model = shared(architecture, attention, dtype)
-    return model.generate(**inputs(row), max_new_tokens=NEW, do_sample=False).tolist()
-
-
-def inputs(row: int | None = None, lengths: tuple[int, ...] = (12, 5, 9)) -> dict[str, Any]:
+def inputs(row: int | None = None) -> dict[str, Any]:
     """The ragged batch, or one of its rows without padding."""
-    batch = ragged(lengths)
+    batch = ragged()
     if row is None:
         return batch
     real = batch["attention_mask"][row].bool()
@@ -224,11 +216,8 @@ def test_greedy_equals_plain(
     model = tiny(architecture, attention)
     steps = watch_cache_lengths(monkeypatch)
     with adapted(model, name, variant):
-        out = model.generate(
-            **inputs(row), **strategy(name, variant),
-            max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True,
-        )  # fmt: skip
-        assert out.sequences.tolist() == plain(architecture, attention, torch.float32, row)
+        spec = {**strategy(name, variant), "return_dict_in_generate": True}
+        out = check_same(model, spec, **inputs(row), max_new_tokens=NEW)
         stats = hf_spec.last_stats(model)
         check_cache(model, out, inputs(row))
     assert steps
@@ -241,26 +230,19 @@ def test_greedy_equals_plain(
 @every_strategy
 def test_greedy_equals_plain_where_the_policy_decides(tiny: Tiny, name: str, variant: str) -> None:
     """As the option ``drafting`` is by default: which steps draft depends on what they take."""
-    model = tiny("llama")
-    kwargs = options(name, variant)
+    model, kwargs = tiny("llama"), options(name, variant)
     spec = {"assistant_strategy": name, "assistant_kwargs": kwargs, **needed(name)}
     with adapted(model, name, variant):
         for row in (None, 1):
-            out = model.generate(**inputs(row), **spec, max_new_tokens=NEW, do_sample=False)
-            assert out.tolist() == plain("llama", "sdpa", torch.float32, row)
+            check_same(model, spec, **inputs(row), max_new_tokens=NEW)
             assert hf_spec.last_stats(model).details["policy"]["steps"]
 
 
 @every_strategy
 def test_greedy_equals_plain_in_fp64(tiny: Tiny, name: str, variant: str) -> None:
-    architecture = "gemma3"
-    attention = back_ends(architecture)[-1]
-    model = tiny(architecture, attention, torch.float64)
+    model = tiny("gemma3", dtype=torch.float64)
     with adapted(model, name, variant):
-        out = model.generate(
-            **inputs(), **strategy(name, variant), max_new_tokens=NEW, do_sample=False
-        )
-    assert out.tolist() == plain(architecture, attention, torch.float64, None)
+        check_same(model, strategy(name, variant), **inputs(), max_new_tokens=NEW)
 
 
 # -- the cache -------------------------------------------------------------------------------
@@ -340,6 +322,10 @@ WARPERS: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 2.0, "top_k": 0, "top_p": 0.7},
     "all": {"temperature": 2.5, "top_k": 4, "top_p": 0.9},
 }
+#: A processor that sees the tokens before, beside them.
+SEEDED: dict[str, dict[str, Any]] = {
+    **WARPERS, "top_k": {"temperature": 1.3, "top_k": 7, "repetition_penalty": 1.2}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -361,27 +347,9 @@ def test_seeded_sampling_equals_plain(
     tiny: Tiny, name: str, variant: str, architecture: str, warper: str
 ) -> None:
     """The match rule draws once per emitted token, as plain generation does, in the same order."""
-    model = tiny(architecture)
+    model, settings = tiny(architecture), {**SEEDED[warper], "do_sample": True}
     with adapted(model, name, variant):
-        torch.manual_seed(3)
-        ours = model.generate(prompt(), **sampled(warper), **strategy(name, variant))
-    assert ours.tolist() == plain_sampled(architecture, warper)
-
-
-#: A processor that sees the tokens before, beside them.
-SEEDED: dict[str, dict[str, Any]] = {
-    **WARPERS, "top_k": {"temperature": 1.3, "top_k": 7, "repetition_penalty": 1.2}
-}  # fmt: skip
-
-
-def sampled(warper: str) -> dict[str, Any]:
-    return {**SEEDED[warper], "do_sample": True, "max_new_tokens": NEW}
-
-
-@cache
-def plain_sampled(architecture: str, warper: str) -> list:
-    torch.manual_seed(3)
-    return shared(architecture).generate(prompt(), **sampled(warper)).tolist()
+        check_same(model, strategy(name, variant), prompt(), **settings, max_new_tokens=NEW)
 
 
 #: Sampling is restricted to these tokens, and the prompt consists of them: drafts always hit.
@@ -427,11 +395,7 @@ def test_sampling_follows_the_plain_distribution(
         return rule(*args)
 
     monkeypatch.setattr(verify, "rejection", noted)
-    assert chi_square_of_run(tiny("llama_tied"), name, variant, warper) > FALSE_ALARM
-    assert bool(rules) == (variant in RUNS[name].sampled)  # the rule that is meant
-
-
-def chi_square_of_run(model: PreTrainedModel, name: str, variant: str, warper: str) -> float:
+    model = tiny("llama_tied")
     ids = torch.tensor([ALLOWED + ALLOWED[::2] + ALLOWED[::-1] + ALLOWED[1::2] + ALLOWED[:2]])
     others = [token for token in range(VOCAB) if token not in ALLOWED]
     settings = {**WARPERS[warper], "do_sample": True, "suppress_tokens": others}
@@ -448,7 +412,8 @@ def chi_square_of_run(model: PreTrainedModel, name: str, variant: str, warper: s
     counts = torch.bincount((place * torch.tensor([16, 4, 1])).sum(1), minlength=64).double()
     stats = hf_spec.last_stats(model)
     assert (stats.num_generated_tokens > stats.num_row_steps) == methods()[name].drafter.drafts
-    return chi_square(counts, expected)
+    assert chi_square(counts, expected) > FALSE_ALARM
+    assert bool(rules) == (variant in RUNS[name].sampled)  # the rule that is meant
 
 
 def enumerate_three(
@@ -467,12 +432,8 @@ def enumerate_three(
             max_new_tokens=1, return_dict_in_generate=True, output_scores=True,
         )  # fmt: skip
         chances.append(out.scores[0].double().softmax(-1)[:, list(ALLOWED)])  # (16, 4)
-    first_p = chances[0][0]
-    joint = [
-        first_p[i] * chances[1][4 * i, j] * chances[2][4 * i + j, k]
-        for i in range(4) for j in range(4) for k in range(4)
-    ]  # fmt: skip
-    return torch.stack(joint)
+    two = chances[0][0, :, None] * chances[1][::4]  # (4, 4)
+    return (two.reshape(16, 1) * chances[2]).flatten()
 
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:

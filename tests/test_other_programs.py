@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_prompts
+from running import drafting
+from tiny_checkpoint import make_model, make_tokenizer, plain_text, save_checkpoint, write_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
@@ -38,12 +39,7 @@ def test_lm_eval(tmp_path):
     pytest.importorskip("lm_eval", reason="needs lm-eval, see CONTRIBUTING.md")
     checkpoint = save_checkpoint(tmp_path / "model")
     model, tokenizer = make_model(), make_tokenizer()
-    expected = {}
-    for question in QUESTIONS:
-        inputs = tokenizer(question, return_tensors="pt")
-        ids = model.generate(**inputs, max_new_tokens=16, do_sample=False)
-        new = ids[0, inputs["input_ids"].shape[1] :]
-        expected[question] = tokenizer.decode(new, skip_special_tokens=True)
+    expected = {one: plain_text(model, tokenizer, one, max_new_tokens=16) for one in QUESTIONS}
     until = expected[QUESTIONS[0]][2]
     expected = {question: text.split(until)[0] for question, text in expected.items()}
     assert len({len(text) for text in expected.values()}) > 2
@@ -87,9 +83,9 @@ REGEX = r"(def|class) [a-z]{3,9}(\(self, [a-z]{2,5}\)|\(\)):( [a-z_]{1,8}){2,6}!
 DEMO = Path(hf_spec.__file__).parent / "tools" / "demo"
 CODE = ["import os\n", "def add(a, b):\n    return", "x = {"]
 GUIDED = {
-    "prompt_lookup": {"drafting": "always"},
-    "layer_skip": {"skip_attention": [1], "skip_mlp": [0], "drafting": "always"},
-    "medusa": {"drafting": "always"},
+    "prompt_lookup": drafting("prompt_lookup"),
+    "layer_skip": drafting("layer_skip", skip_attention=[1], skip_mlp=[0]),
+    "medusa": drafting("medusa"),
 }
 
 
@@ -116,8 +112,7 @@ def test_xgrammar(demo, batch):
         return model.generate(**inputs, max_new_tokens=48, logits_processor=[processor], **options)
 
     expected = generate(do_sample=False)
-    for name, kwargs in GUIDED.items():
-        spec = {"assistant_strategy": name, "assistant_kwargs": kwargs}
+    for spec in GUIDED.values():
         assert generate(do_sample=False, **spec).tolist() == expected.tolist()
         samples = generate(do_sample=True, num_return_sequences=3, **spec)
         for text in tokenizer.batch_decode(samples[:, width:], skip_special_tokens=True):
@@ -134,13 +129,12 @@ def test_outlines(demo, backend):
     generator = outlines.Generator(model, outlines.regex(REGEX), backend=backend)
     options = {"max_new_tokens": 40, "do_sample": False}
     one, several = generator(CODE[0], **options), generator.batch(CODE, **options)
-    for name, kwargs in GUIDED.items():
-        spec = {"assistant_strategy": name, "assistant_kwargs": kwargs}
+    samples = {"max_new_tokens": 60, "do_sample": True, "num_return_sequences": 3}
+    for spec in GUIDED.values():
         assert generator(CODE[0], **options, **spec) == one
         assert generator.batch(CODE, **options, **spec) == several
-        options_of_samples = {"max_new_tokens": 60, "do_sample": True, "num_return_sequences": 3}
-        samples = generator(CODE[0], **options_of_samples, **spec)
-        assert all(re.fullmatch(REGEX, text) for text in samples if text.endswith("!"))
+        texts = generator(CODE[0], **samples, **spec)
+        assert all(re.fullmatch(REGEX, text) for text in texts if text.endswith("!"))
 
 
 def compared(model: Any) -> tuple[list[torch.Tensor], list[int]]:
@@ -197,7 +191,7 @@ def test_rollouts_of_trl(name, tmp_path):
         model.add_adapter(config)
         model.requires_grad_(True)  # the base learns, under an adapter that drafts
     rollouts, drafted = compared(model)
-    spec = {"do_sample": False, "assistant_strategy": name, "assistant_kwargs": GUIDED[name]}
+    spec = {"do_sample": False, **GUIDED[name]}
     trainer_of(
         "GRPO", model, tmp_path, learning_rate=0.05, bf16=False, beta=0.0,
         gradient_checkpointing=False, generation_kwargs=spec, save_strategy="no",
@@ -218,12 +212,11 @@ def test_trl_trains_and_saves_the_policy(kind: str, attached: bool, tmp_path: Pa
     path = save_checkpoint(tmp_path / "model")  # RLOO loads its reference by name
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     before = {name: one.clone() for name, one in model.named_parameters()}
-    options: dict[str, Any] = {"drafting": "always"}
+    spec, heads = drafting("medusa"), str(tmp_path / "heads")
     if attached:
-        model.load_adapter(str(tmp_path / "heads"))
+        model.load_adapter(heads)
     else:
-        options["adapter"] = str(tmp_path / "heads")
-    spec = {"assistant_strategy": "medusa", "assistant_kwargs": options}
+        spec["assistant_kwargs"]["adapter"] = heads
     trainer = trainer_of(
         kind, model, tmp_path / "out", learning_rate=1e-3, save_steps=3, logging_steps=1,
         generation_kwargs=spec,

@@ -1,39 +1,26 @@
 """The programs of docs/examples run on a tiny model, and write what plain generate writes."""
 
-import importlib
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from tiny_checkpoint import save_checkpoint
+from scripts import DOCS, load_script
+from tiny_checkpoint import plain_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
 
-EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
+EXAMPLES = DOCS / "examples"
 QUESTION = "ab ab ab ab"
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> str:
-    return str(save_checkpoint(tmp_path / "model"))
-
-
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports an example by its name."""
-
-    def load(name: str) -> ModuleType:
-        monkeypatch.syspath_prepend(EXAMPLES)
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        return importlib.import_module(name)
-
-    return load
+def checkpoint(checkpoint: Path) -> str:
+    return str(checkpoint)
 
 
 def plain_answer(checkpoint: str, turns: list[str], max_new_tokens: int) -> str:
@@ -42,16 +29,13 @@ def plain_answer(checkpoint: str, turns: list[str], max_new_tokens: int) -> str:
     tok = AutoTokenizer.from_pretrained(checkpoint)
     roles = ("user", "assistant")
     chat = [{"role": roles[order % 2], "content": text} for order, text in enumerate(turns)]
-    inputs = tok.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    ids = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-    return tok.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    text = tok.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    return plain_text(model, tok, text, max_new_tokens=max_new_tokens)
 
 
-def test_colors_of_the_chat_are_taken_away_again(example: Any) -> None:
+def test_colors_of_the_chat_are_taken_away_again() -> None:
     pytest.importorskip("gradio", reason="needs gradio, see CONTRIBUTING.md")
-    chat = example("chat")
+    chat = load_script("chat", EXAMPLES)
     texts = ["a <b>\n\n", "", "& c"]
     shown = chat.colored(texts)
     assert "\n" not in shown and shown.count("<span") == 3
@@ -59,13 +43,13 @@ def test_colors_of_the_chat_are_taken_away_again(example: Any) -> None:
 
 
 @pytest.mark.environment
-def test_chat(example: Any, checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over its server, in two turns, the second of which sees the first."""
     pytest.importorskip("gradio", reason="needs gradio, see CONTRIBUTING.md")
     from gradio_client import Client
 
     monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")
-    chat = example("chat")
+    chat = load_script("chat", EXAMPLES)
     app = chat.chat(checkpoint, max_new_tokens=12)
     _, address, _ = app.launch(prevent_thread_lock=True, quiet=True)
     try:
@@ -82,16 +66,16 @@ def test_chat(example: Any, checkpoint: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.environment
-def test_grpo(example: Any, checkpoint: str, tmp_path: Path) -> None:
+def test_grpo(checkpoint: str, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="needs trl, see CONTRIBUTING.md")
     settings = {"max_steps": 2, "max_completion_length": 12, "report_to": "none", "use_cpu": True}
-    trainer = example("grpo").train(checkpoint, str(tmp_path / "out"), **settings)
+    trainer = load_script("grpo", EXAMPLES).train(checkpoint, str(tmp_path / "out"), **settings)
     assert trainer.state.global_step == 2
     assert hf_spec.last_stats(trainer.model) is not None  # there is none after plain rollouts
 
 
 @pytest.mark.environment
-def test_evaluate(example: Any, checkpoint: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_evaluate(checkpoint: str, tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("lm_eval", reason="needs lm-eval, see CONTRIBUTING.md")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     data = tmp_path / "data.jsonl"
@@ -102,7 +86,8 @@ def test_evaluate(example: Any, checkpoint: str, tmp_path: Path, monkeypatch: An
         "doc_to_target": "c", "generation_kwargs": {"until": ["zzzz"], "max_gen_toks": 16},
         "metric_list": [{"metric": "exact_match"}],
     }  # fmt: skip
-    found = example("evaluate").evaluate(checkpoint, task, device="cpu", bootstrap_iters=0)
+    example = load_script("evaluate", EXAMPLES)
+    found = example.evaluate(checkpoint, task, device="cpu", bootstrap_iters=0)
     assert list(found) == ["none", "prompt_lookup"]
     assert found["none"]["answers"] == found["prompt_lookup"]["answers"]
     assert found["none"]["scores"] == found["prompt_lookup"]["scores"]
@@ -110,11 +95,11 @@ def test_evaluate(example: Any, checkpoint: str, tmp_path: Path, monkeypatch: An
 
 
 @pytest.mark.environment
-def test_client(example: Any, checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_client(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("openai", reason="needs openai, which hf_spec[serve] brings along")
     from test_serve import Server
 
-    client = example("client")
+    client = load_script("client", EXAMPLES)
     server = Server(checkpoint, "--strategy", "prompt_lookup")
     try:
         text = "".join(client.stream(server.client(), checkpoint, QUESTION, max_tokens=16))

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import randomise
+from adapter_oracle import added, randomise
 from bit_sums import bit_sums
-from conftest import Tiny, ragged
+from conftest import Tiny, ragged, shared
 from datasets import Dataset
 from peft import get_peft_model
-from running import CAPTURED, every_step, needed
+from running import CAPTURED, drafting
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 import hf_spec
@@ -29,7 +29,6 @@ torchao = pytest.importorskip(
 
 #: Options of strategies that need some.
 OPTIONS: dict[str, dict[str, Any]] = {"layer_skip": {"skip_attention": [1], "skip_mlp": [0]}}
-NEW = 20
 #: Weight-only formats that torchao has code for on any CPU.
 FORMS: dict[str, Callable[[], Any]] = {
     "int8": torchao.Int8WeightOnlyConfig,
@@ -39,52 +38,45 @@ FORMS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from conftest import _build
-
-    folder = tmp_path_factory.mktemp("base")
-    _build("llama", "sdpa", torch.float32).save_pretrained(folder)
-    return folder
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("base")
+    shared("llama").save_pretrained(made)
+    return made
 
 
 @pytest.fixture
-def model(checkpoint: Path) -> PreTrainedModel:
+def model(folder: Path) -> PreTrainedModel:
     """Weights of linear modules in int8, all but the head's."""
-    return quantized(checkpoint)
+    return quantized(folder)
 
 
-def quantized(checkpoint: Path, form: str = "int8") -> PreTrainedModel:
+def quantized(folder: Path, form: str = "int8") -> PreTrainedModel:
     config = TorchAoConfig(FORMS[form]())
-    loaded = AutoModelForCausalLM.from_pretrained(
-        checkpoint, quantization_config=config, dtype=torch.float32
-    )
-    loaded.generation_config.eos_token_id = None
-    loaded.generation_config.pad_token_id = 0
-    return loaded.eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.float32
+    ).eval()
 
 
-def tokens(model: Any, inputs: Any = None, **kwargs: Any) -> list[list[int]]:
-    settings = {"max_new_tokens": NEW, "do_sample": False, **every_step(kwargs)}
-    return model.generate(**(inputs or ragged()), **settings).tolist()
+def adapted(model: PreTrainedModel, name: str) -> list[list[int]]:
+    """Give the model a method's adapter, if there is one; returns its tokens."""
+    if methods()[name].needs_adapter:
+        added(model, methods()[name].adapter_config(), std=0.1)
+    return tokens(model)
+
+
+def tokens(model: Any, **kwargs: Any) -> list[list[int]]:
+    settings = {"max_new_tokens": 20, "do_sample": False, **kwargs}
+    return model.generate(**ragged(), **settings).tolist()
 
 
 @pytest.mark.parametrize("name", methods())
 def test_greedy_equals_plain(model: PreTrainedModel, tiny: Tiny, name: str) -> None:
-    method = methods()[name]
-    base = tokens(model)
-    assert base != tokens(tiny("llama"))  # int8 it is
-    if method.needs_adapter:
-        model.add_adapter(method.adapter_config())
-        randomise(model, method.adapter_config.type_name, std=0.1)
     plain = tokens(model)
-    assert plain == base
-    kwargs = {"assistant_strategy": name, "assistant_kwargs": OPTIONS.get(name, {})}
-    assert tokens(model, **kwargs, **needed(name)) == plain
-    assert hf_spec.last_stats(model).num_drafted_tokens > 0
-
-
-def compiled(model: Any) -> dict[str, Any]:
-    return hf_spec.last_stats(model).details["compiled"]
+    assert plain != tokens(tiny("llama"))  # int8 it is
+    assert adapted(model, name) == plain
+    assert tokens(model, **drafting(name, **OPTIONS.get(name, {}))) == plain
+    drafted = hf_spec.last_stats(model).num_drafted_tokens
+    assert bool(drafted) == methods()[name].drafter.drafts
 
 
 @pytest.mark.parametrize(
@@ -92,16 +84,13 @@ def compiled(model: Any) -> dict[str, Any]:
     [("int8", "prompt_lookup"), ("int8", "layer_skip"), ("int8", "medusa"), ("int8", "space"),
      ("int4", "prompt_lookup"), ("float8", "prompt_lookup")],
 )  # fmt: skip
-def test_compiled_equals_plain(checkpoint: Path, form: str, name: str) -> None:
-    model, method = quantized(checkpoint, form), methods()[name]
-    if method.needs_adapter:
-        model.add_adapter(method.adapter_config())
-        randomise(model, method.adapter_config.type_name, std=0.1)
-    plain = tokens(model)
-    options = {**OPTIONS.get(name, {}), **({"num_draft_tokens": 3} if method.needs_adapter else {})}
-    kwargs = {"assistant_strategy": name, "assistant_kwargs": options}
-    assert tokens(model, **kwargs, **CAPTURED) == plain
-    assert compiled(model)["kept"] and not compiled(model)["refused"]
+def test_compiled_equals_plain(folder: Path, form: str, name: str) -> None:
+    model = quantized(folder, form)
+    plain = adapted(model, name)
+    options = {"num_draft_tokens": 3} if methods()[name].needs_adapter else OPTIONS.get(name, {})
+    assert tokens(model, **drafting(name, **options), **CAPTURED) == plain
+    compiled = hf_spec.last_stats(model).details["compiled"]
+    assert compiled["kept"] and not compiled["refused"]
 
 
 TRAINED = {
@@ -137,7 +126,7 @@ def test_what_changes_weights_is_refused(model: PreTrainedModel) -> None:
     randomise(peft_model, "SPACE", std=0.1)
     plain = tokens(model)
     assert plain != before
-    assert tokens(model, assistant_strategy="space") == plain
+    assert tokens(model, **drafting("space")) == plain
     for merge in (peft_model.merge_adapter, peft_model.merge_and_unload):
         with pytest.raises(ValueError, match=r"cannot merge into .* is quantized"):
             merge()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_checkpoint import plain_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.import_utils import is_serve_available
 
@@ -83,11 +84,9 @@ def base() -> PreTrainedModel:
 def text(base: PreTrainedModel, prompt: str, seed: int | None = None, **options: Any) -> str:
     """What plain generate adds to the prompt."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    inputs = tokenizer(prompt, return_tensors="pt")
     if seed is not None:
         torch.manual_seed(seed)
-    ids = base.generate(**inputs, **{"do_sample": False, "tokenizer": tokenizer, **options})
-    return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return plain_text(base, tokenizer, prompt, **options)
 
 
 def ask(server: Server, prompt: str, stream: bool = False, **options: Any) -> str:
@@ -173,21 +172,20 @@ def test_two_interrupts_end_it_at_once():
 
 @pytest.mark.environment
 @needs_packages
-def test_an_adapter_of_another_base_does_not_start(tmp_path):
-    from tiny_checkpoint import save_checkpoint
-
-    tiny = str(save_checkpoint(tmp_path / "tiny"))
+def test_an_adapter_of_another_base_does_not_start(checkpoint):
     with pytest.raises(AssertionError, match="cannot load adapter.*medusa"):
-        Server(tiny, "--adapter", MEDUSA)
+        Server(str(checkpoint), "--adapter", MEDUSA)
 
 
-def test_what_does_not_go_together():
-    with pytest.raises(ValueError, match="'medusa' needs a trained adapter: give --adapter"):
-        _prepare_models([], "medusa", None, False)
-    with pytest.raises(ValueError, match="--continuous-batching with strategy 'prompt_lookup'"):
-        _prepare_models([], "prompt_lookup", None, True)
-    with pytest.raises(ValueError, match="cannot read adapter './nowhere'"):
-        _prepare_models(["./nowhere"], None, None, False)
+@pytest.mark.parametrize(
+    ("adapters", "strategy", "batching", "message"),
+    [([], "medusa", False, "'medusa' needs a trained adapter: give --adapter"),
+     ([], "prompt_lookup", True, "--continuous-batching with strategy 'prompt_lookup'"),
+     (["./nowhere"], None, False, "cannot read adapter './nowhere'")],
+)  # fmt: skip
+def test_what_does_not_go_together(adapters, strategy, batching, message):
+    with pytest.raises(ValueError, match=message):
+        _prepare_models(adapters, strategy, None, batching)
 
 
 @needs_packages

@@ -1,20 +1,17 @@
 """docs/tour.ipynb runs, and is stored with its outputs."""
 
-import importlib
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from scripts import DOCS, load_script
 
 from hf_spec.tools.demo.demo import FREE_STRATEGY, adapter_folders
 
 #: What can run without training.
 SHOWN = {"plain", FREE_STRATEGY, *(path.name for path in adapter_folders())}
-
-DOCS = Path(__file__).parent.parent / "docs"
 
 
 @pytest.fixture
@@ -23,11 +20,8 @@ def notebook() -> Any:
 
 
 @pytest.mark.environment
-def test_every_strategy_writes_what_plain_generation_writes(
-    notebook: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(DOCS / "scripts")
-    tour = importlib.import_module("tour")
+def test_every_strategy_writes_what_plain_generation_writes(notebook: Any) -> None:
+    tour = load_script("tour", DOCS / "scripts")
     tokens = "import json\nprint(json.dumps({name: run.steps for name, run in runs.items()}))"
     notebook.cells.append(nbformat.v4.new_code_cell(tokens))
     tour.run(notebook, DOCS)

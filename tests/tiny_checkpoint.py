@@ -61,6 +61,13 @@ def load_checkpoint(folder: Path) -> Any:
     return model
 
 
+def plain_text(model: Any, tokenizer: Any, text: str, **options: Any) -> str:
+    """What plain generation adds to a text, greedily unless the options say otherwise."""
+    inputs = tokenizer(text, return_tensors="pt")
+    ids = model.generate(**inputs, **{"do_sample": False, "tokenizer": tokenizer, **options})
+    return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
 def write_prompts(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
