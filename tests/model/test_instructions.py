@@ -1,7 +1,7 @@
 """The dtype that the command line chooses, from what the device computes with."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -14,43 +14,35 @@ from hf_spec.tools import loading
 pytestmark = pytest.mark.instructions
 
 
-Computes = Callable[..., None]
-
-
 @pytest.fixture
-def computes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Computes]:
-    """``computes(bf16=True)``: the CPU then has instructions for this dtype, and for no other."""
-
-    def set_to(**supported: bool) -> None:
-        instructions._warn.cache_clear()
-        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-        for name in ("bf16", "fp16"):
-            known = partial(bool, supported.get(name, False))
-            monkeypatch.setattr(
-                torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", known, raising=False
-            )
-
-    yield set_to
+def supported(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Dtypes that the CPU has instructions for: none at first."""
+    names: set[str] = set()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    for name in ("bf16", "fp16"):
+        known = partial(names.__contains__, name)
+        monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", known, raising=False)
+    instructions._warn.cache_clear()
+    yield names
     instructions._warn.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("device", "supported", "wanted"),
-    [("cpu", True, "bfloat16"), ("cpu", False, "float32"), ("cuda:1", False, "bfloat16")],
+    ("device", "names", "wanted"),
+    [("cpu", {"bf16"}, "bfloat16"), ("cpu", set(), "float32"), ("cuda:1", set(), "bfloat16")],
 )
 def test_native_dtype(
-    computes: Computes, caplog: pytest.LogCaptureFixture, device: str, supported: bool, wanted: str
+    supported: set[str], caplog: pytest.LogCaptureFixture, device: str, names: set[str], wanted: str
 ) -> None:
-    computes(bf16=supported)
+    supported.update(names)
     with caplog.at_level(logging.WARNING):
         assert loading.native_dtype(device) == wanted
     assert ("no instructions for bfloat16" in caplog.text) == (wanted == "float32")
 
 
 def test_a_dtype_without_instructions_is_warned_of_once(
-    fresh: Tiny, computes: Computes, caplog: pytest.LogCaptureFixture
+    fresh: Tiny, supported: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    computes()
     model = fresh("llama")
 
     def warnings(dtype: torch.dtype) -> list[str]:
@@ -67,16 +59,16 @@ def test_a_dtype_without_instructions_is_warned_of_once(
     model.is_quantized = False
     (line,) = warnings(torch.float16)
     assert "no instructions for float16" in line
-    computes(bf16=True)
+    supported.add("bf16")
+    instructions._warn.cache_clear()
     assert warnings(torch.bfloat16) == []
 
 
 @pytest.mark.parametrize("way", ["around the call", "in the forward"])
 def test_autocast_without_instructions_is_warned_of(
-    fresh: Tiny, computes: Computes, caplog: pytest.LogCaptureFixture, way: str
+    fresh: Tiny, supported: set[str], caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
     """The parameters are float32; accelerate turns it on within the forward."""
-    computes()
     model, casts = fresh("llama"), torch.autocast("cpu", torch.bfloat16)
     call = partial(model.generate, prompt(), max_new_tokens=2, assistant_strategy="prompt_lookup")
     call()
