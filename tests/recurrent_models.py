@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from architectures import config_class
-from conftest import VOCAB
+from conftest import VOCAB, _shared
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 _COMMON: dict[str, Any] = {
@@ -127,4 +127,6 @@ def recurrent(kind: str, **fields: Any) -> PreTrainedModel:
 @cache
 def shared_recurrent(kind: str) -> PreTrainedModel:
     """The same, not to be changed."""
-    return recurrent(kind)
+    model = recurrent(kind)
+    _shared.append(model)
+    return model

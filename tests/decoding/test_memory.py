@@ -10,39 +10,23 @@ import pytest
 import torch
 from allocations import allocations
 from conftest import PAD, VOCAB, Tiny, prompt, ragged
+from processors import Criterion
 from recurrent_models import KINDS, shared_recurrent
 from running import CAPTURED, as_if, drafting, one_of_each_kind
 from test_method_contract import FIRST, adapted, strategy
-from torch import Tensor
-from transformers import (
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StoppingCriteriaList
 
 from hf_spec.core.memory import memory
 from modeling_patches.cache_name import CACHE
 from modeling_patches.support import VERIFIED
 
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+LOOKUP = drafting("prompt_lookup")
+
 #: Bytes that may stay: of output ids, and of small tensors that are made once.
 FEW = 6_000
 #: Each is worth more than that: a prompt's states of one layer, or its keys.
 LONG = (100, 60, 80)
-
-
-class Fails(StoppingCriteria):
-    """Interrupts a call after some tokens."""
-
-    def __init__(self, tokens: int = 4):
-        self.left = tokens
-
-    def __call__(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
-        return torch.zeros(len(ids), dtype=torch.bool)
 
 
 @contextmanager
@@ -64,7 +48,7 @@ def check_freed(model: Any, given: dict[str, Any], **settings: Any) -> None:
         model.generate(**given, **settings)
     assert allocated.kept < FEW < allocated.peak
     with without_collector(), allocations() as allocated, pytest.raises(KeyboardInterrupt):
-        criteria = StoppingCriteriaList([Fails()])
+        criteria = StoppingCriteriaList([Criterion(4, KeyboardInterrupt)])
         model.generate(**given, stopping_criteria=criteria, **settings)
     assert allocated.kept < FEW < allocated.peak
 
@@ -87,37 +71,35 @@ def test_nothing_is_left_of_a_compiled_call(shallow: Tiny, name: str) -> None:
     with adapted(model, name, variant):
         spec = strategy(name, variant)
         spec["assistant_kwargs"]["max_depth"] = 1  # trees of few sizes, each of which is a graph
-        check_freed(model, ragged(LONG), **spec, max_new_tokens=12, do_sample=False, **CAPTURED)
+        check_freed(model, ragged(LONG), **spec, **GREEDY, **CAPTURED)
 
 
 def test_nothing_is_left_of_a_call_that_chooses(tiny: Tiny) -> None:
-    spec = {"assistant_strategy": "auto", "max_new_tokens": 12, "do_sample": False}
-    check_freed(tiny(), ragged(LONG), **spec)
+    check_freed(tiny(), ragged(LONG), **GREEDY, assistant_strategy="auto")
 
 
 @pytest.mark.parametrize("kind", KINDS[::3])
 def test_nothing_is_left_of_a_call_of_a_recurrent_model(kind: str) -> None:
     """What drafts runs the layers, too."""
     spec = drafting("layer_skip", skip_attention=[], skip_mlp=[])
-    check_freed(shared_recurrent(kind), ragged(LONG), max_new_tokens=12, do_sample=False, **spec)
+    check_freed(shared_recurrent(kind), ragged(LONG), **GREEDY, **spec)
 
 
 def test_nothing_is_left_of_a_trial(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, given = tiny(), {"inputs": prompt(8), "max_new_tokens": 2, "do_sample": False}
+    model, given = tiny(), {"inputs": prompt(8), "max_new_tokens": 2, "do_sample": False, **LOOKUP}
     monkeypatch.setattr("hf_spec.decoding.selfcheck.VERIFIED", VERIFIED - {"llama"})
-    model.generate(**given, **drafting("prompt_lookup"))
+    model.generate(**given)
     memory(model).pop("self-checks")
     with without_collector(), allocations() as allocated:
-        model.generate(**given, **drafting("prompt_lookup"))
+        model.generate(**given)
     assert memory(model).pop("self-checks") and allocated.kept < FEW < allocated.peak
 
 
 def test_a_returned_cache_is_the_caller_s(tiny: Tiny) -> None:
     """It is freed when the caller drops it, also after further calls."""
     model, ids = tiny(), prompt(60)
-    settings = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
     for compiled in ({}, CAPTURED):
-        spec = {**drafting("prompt_lookup"), **settings, **compiled}
+        spec = {**LOOKUP, **GREEDY, "return_dict_in_generate": True, **compiled}
         model.generate(ids, **spec)
         with without_collector(), allocations() as allocated:
             out = model.generate(ids, **spec)
@@ -216,4 +198,4 @@ def test_the_peak_of_a_call_with_a_cache(kind: str) -> None:
                 deep()(given["input_ids"][:, :-40], use_cache=True, **{CACHE: given[CACHE]})
         return given
 
-    check_peak(make, drafting("prompt_lookup"))
+    check_peak(make, LOOKUP)

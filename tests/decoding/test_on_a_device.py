@@ -17,7 +17,6 @@ from replay import RECORDED, Rerun
 from running import LAYERS, drafting, family, without_pruning
 from test_compiled import KINDS
 from test_method_contract import CASES, RUNS, adapted, strategy
-from transformers import StoppingCriteria
 
 import hf_spec
 from hf_spec.decoding.step import Steps
@@ -95,7 +94,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"do_sample": True, "temperature": 1.7, "top_k": 9},
     "processed": {"repetition_penalty": 1.3, "min_new_tokens": 9},
+    "typical": {"do_sample": True, "temperature": 1.7, "top_k": 9, "acceptance": "typical"},
 }
+
+
+def settings_of(name: str, variant: str, setting: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keywords of plain generation, and those of the strategy."""
+    settings = {"do_sample": False, "max_new_tokens": NEW, **SETTINGS[setting]}
+    spec = strategy(name, variant)
+    if "acceptance" in settings:
+        spec["assistant_kwargs"]["acceptance"] = settings.pop("acceptance")
+    return settings, spec
 
 
 #: Variants that other functions draft for.
@@ -105,56 +114,59 @@ OWN_CODE = ("online", "dspine", "xpress", "merged", "straightforward", "looked u
 @pytest.mark.parametrize(
     ("name", "variant", "setting", "batch"),
     covering(
-        ((*case, *rest) for case in CASES for rest in product(SETTINGS, (1, 3))),
+        (
+            (*case, *rest)
+            for case in CASES for rest in product(("greedy", "sampled", "processed"), (1, 3))
+        ),
         lambda name, variant, setting, batch: [
             (name, batch), (family(name), setting), (name == "medusa", setting, batch),
             variant in OWN_CODE and (name, variant),
         ],
-    ),
+    )
+    + [  # other rules
+        ("medusa", "adaptive", "typical", 3), ("layer_skip", "sampled", "sampled", 3),
+        ("space", "rejection", "sampled", 3),
+    ],
 )  # fmt: skip
 def test_every_strategy(
     shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, variant: str, setting: str, batch: int
 ) -> None:
     model = shallow(layers=LAYERS.get(name, 1))
     inputs = ragged() if batch > 1 else {"input_ids": prompt()}
-    settings = {"do_sample": False, "max_new_tokens": NEW, **SETTINGS[setting]}
+    settings, spec = settings_of(name, variant, setting)
     torch.manual_seed(3)
     plain = model.generate(**inputs, **settings)
     with adapted(model, name, variant):
-        given = strategy(name, variant)
-        found, steps = generate(monkeypatch, model, inputs, **settings, **given)
+        found, steps = generate(monkeypatch, model, inputs, **settings, **spec)
         check(steps)
     if batch == 1 or not settings["do_sample"]:  # several sequences draw other numbers
         assert torch.equal(found, plain)
 
 
-RECORDED_CASES = covering(
-    [*product(CASES, ("greedy", "sampled")), *product([("medusa", "adaptive")], ("typical",))],
-    lambda case, setting: [
-        case[0], (family(case[0]), setting), setting, case[1] in OWN_CODE and case,
-    ],
-)  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("case", "setting"), RECORDED_CASES, ids=["-".join((*case, of)) for case, of in RECORDED_CASES]
-)
+    ("name", "variant", "setting"),
+    covering(
+        [
+            *((*case, setting) for case in CASES for setting in ("greedy", "sampled")),
+            ("medusa", "adaptive", "typical"),
+        ],
+        lambda name, variant, setting: [
+            name, (family(name), setting), setting, variant in OWN_CODE and (name, variant),
+        ],
+    ),
+)  # fmt: skip
 def test_recorded_steps(
-    shallow: Any, monkeypatch: pytest.MonkeyPatch, case: tuple[str, str], setting: str
+    shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, variant: str, setting: str
 ) -> None:
     """What is to be recorded neither waits for the device nor meets tensors elsewhere, or it would
     be refused."""
     monkeypatch.setitem(captures.RECORDERS, DEVICE.type, Rerun)
-    rules = {"typical": {**SETTINGS["sampled"], "acceptance": "typical"}}
-    model, rule = shallow(layers=LAYERS.get(case[0], 1)), {**SETTINGS, **rules}[setting]
-    settings = {"do_sample": False, "max_new_tokens": NEW, **rule}
-    given = without_pruning(strategy(*case))
-    if "acceptance" in settings:
-        options = {**given["assistant_kwargs"], "acceptance": settings.pop("acceptance")}
-        given["assistant_kwargs"] = options
+    model = shallow(layers=LAYERS.get(name, 1))
+    settings, spec = settings_of(name, variant, setting)
     plain = model.generate(**ragged(), **{**settings, "do_sample": False})
-    with adapted(model, *case):
-        found, _ = generate(monkeypatch, model, ragged(), **settings, **given, **RECORDED)
+    with adapted(model, name, variant):
+        given = {**settings, **without_pruning(spec), **RECORDED}
+        found, _ = generate(monkeypatch, model, ragged(), **given)
     stats = hf_spec.last_stats(model)
     assert stats is not None and stats.details["compiled"]["runs"]
     assert not stats.details["compiled"]["refused"]
@@ -170,25 +182,6 @@ def test_nothing_but_the_transfer(shallow: Any, monkeypatch: pytest.MonkeyPatch,
     assert all(waits == {TRANSFER: 1} for waits in steps)
 
 
-OTHER_RULES = [
-    ("medusa", {"acceptance": "typical"}), ("layer_skip", {"acceptance": "rejection"}),
-    ("space", {"acceptance": "rejection"}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "options"), OTHER_RULES, ids=[name for name, _ in OTHER_RULES])
-def test_other_rules(
-    shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
-) -> None:
-    model, variant = shallow(layers=2), "merged" if name == "layer_skip" else "adaptive"
-    with adapted(model, name, variant):
-        spec = strategy(name, variant)
-        spec["assistant_kwargs"] = {**spec["assistant_kwargs"], **options}
-        settings = {**SETTINGS["sampled"], "max_new_tokens": NEW}
-        _, steps = generate(monkeypatch, model, ragged(), **settings, **spec)
-    check(steps)
-
-
 def test_an_assistant_with_the_models_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = copy.deepcopy(base_of("shared")), {"max_new_tokens": 12, "do_sample": False}
     plain = model.generate(**ragged(), **settings)
@@ -198,9 +191,8 @@ def test_an_assistant_with_the_models_keys(monkeypatch: pytest.MonkeyPatch) -> N
     check(steps)
 
 
-class Never(StoppingCriteria):
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+def never(input_ids: Any, scores: Any, **_: Any) -> Any:
+    return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class Characters:
@@ -221,14 +213,12 @@ def test_sequences_that_end(shallow: Any, monkeypatch: pytest.MonkeyPatch, name:
     free = model.generate(**ragged(), max_new_tokens=NEW, do_sample=False)[:, 12:]
     eos, text = [EOS, int(free[0, 5])], "".join(chr(48 + int(token)) for token in free[1, 7:10])
     settings = {"eos_token_id": eos, "stop_strings": [text], "tokenizer": Characters()}
-    settings |= {"max_new_tokens": NEW, "do_sample": False}
-    plain = model.generate(**ragged(), **settings, stopping_criteria=[Never(), Never()])
+    settings |= {"max_new_tokens": NEW, "do_sample": False, "stopping_criteria": [never, never]}
+    plain = model.generate(**ragged(), **settings)
     assert len({int((row != 0).sum()) for row in plain[:, 12:]}) > 1
     with adapted(model, name, variant):
-        found, steps = generate(
-            monkeypatch, model, ragged(), **settings, stopping_criteria=[Never(), Never()],
-            **strategy(name, variant),
-        )  # fmt: skip
+        given = {**settings, **strategy(name, variant)}
+        found, steps = generate(monkeypatch, model, ragged(), **given)
     assert torch.equal(found, plain)
     check(steps)
 

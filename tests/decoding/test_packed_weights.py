@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +19,6 @@ from modeling_patches.per_call import Changes
 
 pytestmark = pytest.mark.instructions
 
-ALWAYS = {"drafting": "always"}
-
 
 class Unpacked(packing._Copy):
     """A copy that no instructions are needed for."""
@@ -31,7 +28,7 @@ class Unpacked(packing._Copy):
 
 
 @pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of tokens of each product with a packed weight; small weights are packed, too."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this PyTorch has no oneDNN, which packs weights")
@@ -44,12 +41,12 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     product = packing._Copy.product
     monkeypatch.setattr(packing, "SMALLEST", dict.fromkeys(packing.SMALLEST, 1))
     monkeypatch.setattr(packing._Copy, "product", counted)
-    yield seen
+    return seen
 
 
 def calls(**options: Any) -> list[dict[str, Any]]:
     """An eager call, and a captured one."""
-    eager = {"assistant_strategy": "prompt_lookup", "assistant_kwargs": {**ALWAYS, **options}}
+    eager = strategy("prompt_lookup", **options)
     return [eager, {**eager, **CAPTURED}]
 
 
@@ -224,13 +221,12 @@ def test_long_prompts_and_gradients_take_the_models_own(
 
 
 def test_refused(fresh: Tiny) -> None:
-    model, inputs = fresh("llama"), prompt()
+    model = fresh("llama")
     with pytest.raises(ValueError, match=r"pack_weights: oneDNN packs none of the weights"):
         pack_weights(model)
     assert pack_weights(model, False) == 0
-    options = {"pack_weights": True}
     with pytest.raises(ValueError, match="pack_weights"):
-        generate(model, inputs, assistant_strategy="prompt_lookup", assistant_kwargs=options)
+        generate(model, prompt(), **strategy("prompt_lookup", pack_weights=True))
 
 
 def test_where_it_pays(shallow: Tiny, used: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,20 +4,18 @@ import copy
 import os
 import pickle
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import lent
+from allocations import allocations
 from architectures import build
-from conftest import CLOSE, EOS, STRATEGIES, Tiny, check_same, plainly, prompt, ragged
+from conftest import CLOSE, EOS, PAD, STRATEGIES, Tiny, check_same, plainly, prompt, ragged
 from covering import EVERY_CASE
+from random_cases import padded
 from running import CAPTURED, drafting
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
@@ -29,6 +27,8 @@ from modeling_patches.modules import decoder_layers
 Spec = dict[str, Any]
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
+RETURNED = {**GREEDY, "return_dict_in_generate": True}
+LOOKUP = drafting("prompt_lookup")
 #: Full attention, sliding windows, both, learned positions.
 KINDS = ("llama", "mistral", "gemma3", "gpt2")
 #: An index in every layer, in every other one, and chunks.
@@ -45,27 +45,6 @@ def kinds_in_turn(first: int, more: tuple[str, ...] = ()) -> pytest.MarkDecorato
     return pytest.mark.parametrize(("architecture", "spec"), cases, indirect=["spec"])
 
 
-@contextmanager
-def forwards(model: Any) -> Iterator[tuple[list[int], list[int]]]:
-    """Columns of each forward, and columns that logits were made of."""
-    columns: list[int] = []
-    logits: list[int] = []
-    hooks = [
-        decoder_layers(model)[0].register_forward_pre_hook(
-            lambda m, args, kwargs: columns.append([*args, *kwargs.values()][0].shape[1]),
-            with_kwargs=True,
-        ),
-        model.get_output_embeddings().register_forward_pre_hook(
-            lambda m, args: logits.append(args[0].shape[1])
-        ),
-    ]
-    try:
-        yield columns, logits
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def turn(seed: int, length: int = 6, rows: int = 1) -> torch.Tensor:
     return prompt(length, rows, seed=100 + seed)
 
@@ -79,7 +58,7 @@ def test_users_dynamic_cache_is_filled_as_by_plain_generation(
 
     plain, ours = (DynamicCache(config=config) for _ in range(2))
     expected = model.generate(prompt(), **GREEDY, **{CACHE: plain})
-    out = model.generate(prompt(), **GREEDY, **spec, **{CACHE: ours}, return_dict_in_generate=True)
+    out = model.generate(prompt(), **RETURNED, **spec, **{CACHE: ours})
     assert out.sequences.tolist() == expected.tolist()
     assert out[CACHE] is ours
     assert ours.get_seq_length() == plain.get_seq_length() == 27
@@ -92,15 +71,6 @@ def test_users_dynamic_cache_is_filled_as_by_plain_generation(
                 torch.testing.assert_close(found, wanted, **CLOSE)
 
 
-def test_a_dynamic_cache_of_rows_that_differ_is_refused(tiny: Tiny) -> None:
-    model, row = tiny(), {key: value[1:2] for key, value in ragged().items()}
-    for given, reason in ((ragged(), "3 rows"), (row, "padding in attention_mask")):
-        cache = DynamicCache(config=model.config)
-        with pytest.raises(ValueError, match=f"DynamicCache as {CACHE} with {reason}: .*TreeCache"):
-            model.generate(**given, **GREEDY, **drafting("prompt_lookup"), **{CACHE: cache})
-        assert not cache.get_seq_length()
-
-
 @kinds_in_turn(3, OTHERS)
 def test_ragged_chat_with_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str) -> None:
     """Rows end at different times, so that padding stands in the middle of the next prompt. Where
@@ -109,7 +79,8 @@ def test_ragged_chat_with_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str
     batch = ragged()
     free = plainly(model, **batch, **GREEDY)
     settings = {**GREEDY, "eos_token_id": [EOS, int(free[0, 16]), int(free[1, 20])]}
-    out = model.generate(**batch, **settings, **spec, return_dict_in_generate=True)
+    settings["return_dict_in_generate"] = True
+    out = model.generate(**batch, **settings, **spec)
     mask, cache = batch["attention_mask"], out[CACHE]
     for number in range(2):
         new = turn(number, rows=3)
@@ -123,9 +94,9 @@ def test_ragged_chat_with_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str
             order = mask.argsort(dim=1, stable=True)  # padding first
             ids, mask = ids.gather(1, order), mask.gather(1, order)
         given = {"input_ids": ids, "attention_mask": mask, **settings}
-        out = model.generate(**given, **spec, **{CACHE: cache}, return_dict_in_generate=True)
+        out = model.generate(**given, **spec, **{CACHE: cache})
         assert isinstance(cache, TreeCache) and out[CACHE] is cache
-        assert out.sequences.tolist() == model.generate(**given).tolist()
+        assert out.sequences.tolist() == model.generate(**given).sequences.tolist()
 
 
 def real_until_eos(tokens: torch.Tensor, eos: list[int]) -> torch.Tensor:
@@ -136,41 +107,30 @@ def real_until_eos(tokens: torch.Tensor, eos: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("kind", [DynamicCache, TreeCache])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
 def test_only_the_new_tokens(tiny: Tiny, spec: Spec, architecture: str, kind: type) -> None:
-    """New tokens alone, with an attention mask of the full length."""
+    """New tokens alone, with an attention mask of the full length; then plain generation goes on
+    with the cache, and the strategy with what that has appended."""
     model = tiny(architecture)
     given = {} if kind is TreeCache else {CACHE: DynamicCache(config=model.config)}
-    first = model.generate(prompt(), **GREEDY, **spec, **given, return_dict_in_generate=True)
-    assert isinstance(first[CACHE], kind)
-    ids = torch.cat([first.sequences, turn(0)], dim=1)
-    expected = plainly(model, inputs=ids, **GREEDY)
-    cached = first[CACHE].get_seq_length()
-    out = model.generate(
-        ids[:, cached:], attention_mask=torch.ones_like(ids),
-        **{CACHE: first[CACHE]}, **GREEDY, **spec,
-    )  # fmt: skip
-    assert out.tolist() == expected[:, cached:].tolist()
-
-
-@kinds_in_turn(4)
-def test_plain_generation_continues_a_tree_cache(tiny: Tiny, spec: Spec, architecture: str) -> None:
-    model = tiny(architecture)
-    first = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
-    ids = torch.cat([first.sequences, turn(0)], dim=1)
-    expected = plainly(model, inputs=ids, **GREEDY)
-    cache = first[CACHE]
-    assert model.generate(ids, **{CACHE: cache}, **GREEDY).tolist() == expected.tolist()
-    # ... and ours goes on with what plain generation has appended.
-    ids = torch.cat([expected, turn(1)], dim=1)
-    check_same(model, {**spec, CACHE: cache}, ids, **GREEDY)
+    first = model.generate(prompt(), **RETURNED, **spec, **given)
+    cache, sequences = first[CACHE], first.sequences
+    assert isinstance(cache, kind)
+    for number, (known, strategy) in enumerate(((27, spec), (0, {}), (0, spec))):
+        ids = torch.cat([sequences, turn(number)], dim=1)
+        sequences = plainly(model, inputs=ids, **GREEDY)
+        out = model.generate(
+            ids[:, known:], attention_mask=torch.ones_like(ids),
+            **{CACHE: cache}, **GREEDY, **strategy,
+        )  # fmt: skip
+        assert out.tolist() == sequences[:, known:].tolist()
 
 
 @pytest.mark.parametrize("architecture", KINDS)
 def test_a_forward_with_gradients_continues_a_tree_cache(tiny: Tiny, architecture: str) -> None:
     """As it continues a DynamicCache; then so do calls."""
-    model, spec = tiny(architecture), STRATEGIES["prompt_lookup"]
+    model = tiny(architecture)
     past = DynamicCache(config=model.config)
     first = model.generate(prompt(), **GREEDY, **{CACHE: past})
-    ours = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
+    ours = model.generate(prompt(), **RETURNED, **LOOKUP)
     weights = list(model.parameters())
     found = []
     for cache in (past, ours[CACHE]):
@@ -180,7 +140,7 @@ def test_a_forward_with_gradients_continues_a_tree_cache(tiny: Tiny, architectur
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     ids = torch.cat([first, turn(0), turn(1)], 1)
-    check_same(model, {**spec, CACHE: ours[CACHE]}, ids, **GREEDY)
+    check_same(model, {**LOOKUP, CACHE: ours[CACHE]}, ids, **GREEDY)
 
 
 @kinds_in_turn(5)
@@ -189,7 +149,7 @@ def test_a_prompt_goes_on_from_where_it_parts_with_the_cache(
 ) -> None:
     """The same prompt again, an edited one, an older turn, another conversation altogether."""
     model, settings = tiny(architecture), {**GREEDY, "max_new_tokens": 8}
-    out = model.generate(**ragged(), **GREEDY, **spec, return_dict_in_generate=True)
+    out = model.generate(**ragged(), **RETURNED, **spec)
     cache, mask = out[CACHE], torch.ones_like(out.sequences)
     mask[:, :12] = ragged()["attention_mask"]
     for length, changed in ((28, 27), (28, 20), (12, 12), (28, 28), (21, 3)):
@@ -199,16 +159,6 @@ def test_a_prompt_goes_on_from_where_it_parts_with_the_cache(
         given = torch.cat([mask[:, :length], torch.ones(3, 6).long()], 1)
         given = {"input_ids": ids, "attention_mask": given[:, : ids.shape[1]]}
         check_same(model, {**spec, CACHE: cache}, **given, **settings)
-
-
-def test_what_is_shared_is_not_forwarded_again(tiny: Tiny) -> None:
-    model = tiny()
-    spec = {**drafting("prompt_lookup"), "return_dict_in_generate": True}
-    cache = model.generate(prompt(), **GREEDY, **spec)[CACHE]
-    again = torch.cat([prompt()[:, :9], prompt()[:, :3] + 1], 1)
-    with forwards(model) as (columns, logits):
-        model.generate(again, **GREEDY, **spec, **{CACHE: cache})
-    assert columns[0] == 3 and logits[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -221,22 +171,25 @@ def test_rows_with_other_numbers_of_new_tokens(
     """They end in other chunks; the first row parts with the cache early, the others go on."""
     monkeypatch.setattr("hf_spec.model.appending.CHUNK", chunk)
     model, config = tiny(architecture), get_method(name).adapter_config
+    columns: list[int] = []
+    logits: list[int] = []
     assert config is not None
     with lent(model, config(), random=True):
-        spec = {**GREEDY, **drafting(name), "return_dict_in_generate": True}
+        spec = {**RETURNED, **drafting(name)}
         cache = model.generate(**ragged((12, 5, 9)), **spec)[CACHE]
         known = [cache.tokens[0][:6], *cache.tokens[1:]]
         rows = [row + prompt(size, seed=5)[0].tolist() for row, size in zip(known, (13, 3, 5))]
-        width = max(map(len, rows))
-        given = {
-            "input_ids": torch.tensor([[0] * (width - len(row)) + row for row in rows]),
-            "attention_mask": torch.tensor(
-                [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+        given = padded(rows)
+        layer, head = decoder_layers(model)[0], model.get_output_embeddings()
+        with (
+            layer.register_forward_pre_hook(
+                lambda _, args, kwargs: columns.append([*args, *kwargs.values()][0].shape[1]),
+                with_kwargs=True,
             ),
-        }
-        with forwards(model) as (columns, logits):
+            head.register_forward_pre_hook(lambda _, args: logits.append(args[0].shape[1])),
+        ):
             out = model.generate(**given, **spec, **{CACHE: cache})
-        assert columns[0] == min(13, chunk) and logits[0] == 1
+    assert columns[0] == min(13, chunk) and logits[0] == 1, "what is shared is not forwarded again"
     assert out.sequences.tolist() == plainly(model, **given, **GREEDY).tolist()
 
 
@@ -245,13 +198,14 @@ class QuantizedLayer(DynamicLayer):
 
 
 def test_caches_that_do_not_fit(tiny: Tiny, spec: Spec) -> None:
-    """Of other kinds, of another conversation; and ragged rows, in plain generation."""
+    """Of other kinds, of another conversation; and ragged rows, in plain generation and in a
+    DynamicCache."""
     model = tiny()
     quantized, offloaded = DynamicCache(), DynamicCache()
     quantized.layers = [QuantizedLayer() for _ in range(3)]
     offloaded.offloading = True
     static = StaticCache(config=model.config, max_cache_len=64)
-    settings = {**GREEDY, **spec, "return_dict_in_generate": True}
+    settings = {**RETURNED, **spec}
     rows = model.generate(**ragged(), **settings)
     embedded = {"inputs_embeds": model.get_input_embeddings()(prompt()).detach()}
     unknown = model.generate(**embedded, **settings)  # its tokens are not known
@@ -269,6 +223,12 @@ def test_caches_that_do_not_fit(tiny: Tiny, spec: Spec) -> None:
     longer = torch.cat([rows.sequences, turn(0, rows=3)], dim=1)
     with pytest.raises(ValueError, match="rows of different lengths.*one by one"):
         model.generate(longer, **{CACHE: rows[CACHE]}, **GREEDY)
+    row = {key: value[1:2] for key, value in ragged().items()}
+    for given, reason in ((ragged(), "3 rows"), (row, "padding in attention_mask")):
+        cache = DynamicCache(config=model.config)
+        with pytest.raises(ValueError, match=f"DynamicCache as {CACHE} with {reason}: .*TreeCache"):
+            model.generate(**given, **settings, **{CACHE: cache})
+        assert not cache.get_seq_length()
 
 
 def test_inputs_embeds(tiny: Tiny, spec: Spec) -> None:
@@ -278,50 +238,29 @@ def test_inputs_embeds(tiny: Tiny, spec: Spec) -> None:
         embeds["inputs_embeds"] = model.get_input_embeddings()(embeds["input_ids"])
         expected = check_same(model, spec, **embeds, **GREEDY)
         del embeds["input_ids"]
-        ours = model.generate(**embeds, **GREEDY, **spec, return_dict_in_generate=True)
+        ours = model.generate(**embeds, **RETURNED, **spec)
         assert ours.sequences.tolist() == expected[:, 12:].tolist()  # new tokens only
         assert ours[CACHE].host_lengths == [27, 20, 24]
 
 
-def test_a_pad_token_in_the_conversation_without_a_mask(tiny) -> None:
+def test_a_pad_token_in_the_conversation_without_a_mask(tiny: Tiny) -> None:
     """generate takes it for padding, so that the prompt parts with the cache there."""
-    model = tiny("llama")
-    pad = model.generation_config.pad_token_id
-    common = {**drafting("prompt_lookup"), "max_new_tokens": 4, "do_sample": False}
-    ids = torch.tensor([[5, pad, 7, 8]])
-    first = model.generate(
-        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **common
-    )
-    turn = torch.cat([first.sequences, torch.tensor([[9, 10, 11]])], 1)
-    spec = {**drafting("prompt_lookup"), CACHE: first[CACHE]}
-    check_same(model, spec, turn, max_new_tokens=4)
+    model, ids = tiny(), torch.tensor([[5, PAD, 7, 8]])
+    first = model.generate(ids, attention_mask=torch.ones_like(ids), **RETURNED, **LOOKUP)
+    check_same(model, {**LOOKUP, CACHE: first[CACHE]}, torch.cat([first.sequences, turn(0)], 1))
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "opt"])
 def test_rows_of_other_lengths_go_on_at_the_last_positions(tiny: Tiny, architecture: str) -> None:
     """128 positions: a row near the last one is filled up beside one with more new tokens."""
-    model = tiny(architecture)
-    spec = {**drafting("prompt_lookup"), "return_dict_in_generate": True}
-    given = ragged((115, 10))
-    first = model.generate(**given, max_new_tokens=1, do_sample=False, **spec)
+    model, given = tiny(architecture), ragged((115, 10))
+    first = model.generate(**given, **{**RETURNED, "max_new_tokens": 1}, **LOOKUP)
     ids = torch.cat([given["input_ids"], first.sequences[:, -1:], prompt(20, 2, seed=9)], 1)
     mask = torch.ones_like(ids)
     mask[:, :115] = given["attention_mask"]
     mask[0, 116:-2] = 0  # two new tokens beside twenty
-    after = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
-    check_same(model, {**spec, CACHE: first[CACHE]}, **after)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Number of elements of the largest tensor that is made in the block."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        sizes = [one.numel() for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-        self.size = max([self.size, *sizes])
-        return result
+    after = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 9}
+    check_same(model, {**LOOKUP, CACHE: first[CACHE]}, **after)
 
 
 @pytest.mark.parametrize(
@@ -340,14 +279,14 @@ def test_until_eos(tiny: Tiny, spec: Spec, tokens: int, settings: str) -> None:
     if settings != "greedy":
         given[settings] = 1.1
     plain = model.generate(prompt(), **given)
-    with LargestTensor() as largest:
+    with allocations() as allocated:
         out = model.generate(prompt(), **given, **spec, return_dict_in_generate=True)
         again = torch.cat([out.sequences, turn(0)], 1)
         few = {**GREEDY, "max_new_tokens": 2}
         model.generate(again, **few, **spec, **{CACHE: out[CACHE]})
         model.generate(prompt(), **given, **spec, **{CACHE: DynamicCache(config=model.config)})
     assert out.sequences.tolist() == plain.tolist()
-    assert largest.size < 2**20  # of 512 slots ahead in 3 layers it is the cache
+    assert allocated.peak < 2**22  # caches of 512 slots ahead in 3 layers are a tenth of it
 
 
 # -- copies ----------------------------------------------------------------------------------
@@ -359,23 +298,21 @@ def test_until_eos(tiny: Tiny, spec: Spec, tokens: int, settings: str) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_copies_go_on(tiny: Tiny, architecture: str, copied: Any) -> None:
     """Each by itself: what is written into one is not in the other."""
-    model, spec, settings = tiny(architecture), STRATEGIES["prompt_lookup"], {**GREEDY}
-    settings["max_new_tokens"] = 8
-    inputs = ragged((12, 5))
-    out = model.generate(**inputs, **settings, **spec, return_dict_in_generate=True)
+    model, inputs = tiny(architecture), ragged((12, 5))
+    out = model.generate(**inputs, **RETURNED, **LOOKUP)
     cache = out[CACHE]
     other = copied(cache)
     assert other.tokens == cache.tokens
     for number, one in enumerate((cache, other)):
         ids = torch.cat([out.sequences, turn(number, rows=2)], dim=1)
         mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, 12:])], dim=1)
-        check_same(model, {**spec, CACHE: one}, ids, attention_mask=mask, **settings)
+        check_same(model, {**LOOKUP, CACHE: one}, ids, attention_mask=mask)
 
 
 def test_a_copy_of_a_compiled_call_does_not_hold_the_model(shallow: Tiny) -> None:
     """Nor slots that are not in use: a pickle is as large as the states."""
     model = shallow()
-    compiled = {**CAPTURED, **drafting("prompt_lookup"), **GREEDY, "return_dict_in_generate": True}
+    compiled = {**CAPTURED, **LOOKUP, **RETURNED}
     out = model.generate(prompt(), **compiled)
     assert out[CACHE].capacity == 256
     data = pickle.dumps(out[CACHE])

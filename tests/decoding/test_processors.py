@@ -1,12 +1,12 @@
 """Logits processors: those that keep a state per row, as grammar matchers do, and the others."""
 
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from covering import covering
+from conftest import prompt, ragged
 from processors import Matcher
+from running import drafting
 from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process
@@ -14,11 +14,7 @@ from transformers.generation import logits_process
 from hf_spec.decoding.scoring import ROWWISE, STATELESS
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "prompt_lookup": {},
-    "layer_skip": {"skip_attention": [1], "skip_mlp": [0]},
-}
-EOS = 7
+LOOKUP = drafting("prompt_lookup")
 
 
 class Stateless(Matcher):
@@ -31,33 +27,16 @@ class Stateless(Matcher):
         return scores.masked_fill(torch.arange(scores.shape[1]) % 3 == 0, -torch.inf)
 
 
-def prompts(batch: int) -> dict[str, Tensor]:
-    """Prompts that repeat themselves, so that look-ups hit; left padding in a batch."""
-    part = torch.randint(8, 60, (batch, 5), generator=torch.Generator().manual_seed(batch))
-    ids = torch.cat([part, part, part], dim=1)
-    mask = torch.ones_like(ids)
-    if batch > 1:
-        ids[1, :4], mask[1, :4] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def spec(strategy: str, **more: Any) -> dict[str, Any]:
-    options = {**STRATEGIES[strategy], "drafting": "always", **more}
-    return {"assistant_strategy": strategy, "assistant_kwargs": options}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "batch", "eos"),
-    covering(product(STRATEGIES, [1, 3], [None, tuple(range(7, 60, 4))])),
-)
+@pytest.mark.parametrize("eos", [None, list(range(7, 60, 4))], ids=["no end", "ends"])
+@pytest.mark.parametrize("given", [{"input_ids": prompt(15)}, ragged()], ids=["one", "three"])
 def test_a_processor_sees_the_calls_of_plain_generation(
-    tiny: Any, strategy: str, batch: int, eos: Any
+    tiny: Any, spec: Any, given: Any, eos: Any
 ) -> None:
     model, plain, ours = tiny("llama"), Matcher(), Matcher()
-    settings = {**prompts(batch), **GREEDY, "eos_token_id": eos and [*eos], "pad_token_id": 0}
+    settings = {**given, **GREEDY, "eos_token_id": eos}
     expected = model.generate(**settings, logits_processor=[plain])
     out = model.generate(
-        **settings, **spec(strategy), logits_processor=[ours], return_dict_in_generate=True,
+        **settings, **spec, logits_processor=[ours], return_dict_in_generate=True,
         output_scores=True,
     )  # fmt: skip
     assert out.sequences.tolist() == expected.tolist()
@@ -65,51 +44,47 @@ def test_a_processor_sees_the_calls_of_plain_generation(
     assert out.spec_stats.num_drafted_tokens > 0
 
 
-#: With distributions of its drafts, which are then accepted by the match rule.
-SAMPLED = {"acceptance": "rejection", "draft_exit": "fixed"}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_samples_of_one_prompt(tiny: Any, strategy: str) -> None:
+def test_samples_of_one_prompt(tiny: Any, spec: Any) -> None:
     """The same seed gives plain generation's sample, and of several samples each fits its state."""
-    model, given = tiny("llama"), spec(strategy, **(SAMPLED if strategy == "layer_skip" else {}))
-    settings = {**prompts(1), "max_new_tokens": 16, "do_sample": True}
-    torch.manual_seed(0)
-    expected = model.generate(**settings, logits_processor=[Matcher()])
-    torch.manual_seed(0)
-    ours = model.generate(**settings, **spec(strategy), logits_processor=[Matcher()])
-    assert ours.tolist() == expected.tolist()
+    model = tiny("llama")
+    settings = {"input_ids": prompt(15), "max_new_tokens": 16, "do_sample": True}
+    found = []
+    for strategy in ({}, spec):
+        torch.manual_seed(0)
+        found.append(model.generate(**settings, **strategy, logits_processor=[Matcher()]).tolist())
+    assert found[0] == found[1]
 
+    # With distributions of its drafts, which are then accepted by the match rule.
+    if spec["assistant_strategy"] == "layer_skip":
+        options = {**spec["assistant_kwargs"], "acceptance": "rejection"}
+        spec = {**spec, "assistant_kwargs": options}
     several = Matcher()
-    out = model.generate(**settings, **given, logits_processor=[several], num_return_sequences=3)
-    width = settings["input_ids"].shape[1]
+    out = model.generate(**settings, **spec, logits_processor=[several], num_return_sequences=3)
     for row in out.tolist():
         state = 0
-        for token in row[width:]:
+        for token in row[15:]:
             assert (token + state) % 2 == 0
             state = (state * 31 + token + 1) % 1009
-    assert [len(call[0]) for call in several.calls] == list(range(width, width + 16))
+    assert [len(call[0]) for call in several.calls] == list(range(15, 15 + 16))
 
 
 def test_rows_are_independent_of_a_processor_without_a_state(tiny: Any) -> None:
-    model, one, other = tiny("llama"), Stateless(), Matcher()
-    counts = {}
-    for processor in (one, other):
-        settings = {**prompts(3), **GREEDY, "logits_processor": [processor]}
-        expected = model.generate(**settings)
-        processor.__init__()  # type: ignore[misc]
-        out = model.generate(**settings, **spec("prompt_lookup"), return_dict_in_generate=True)
-        assert out.sequences.tolist() == expected.tolist()
-        counts[type(processor)] = len({len(ids[0]) for ids in processor.calls}), processor.calls
-    assert len(counts[Matcher][1]) == counts[Matcher][0]  # one call for each length
-    assert len(counts[Stateless][1]) > counts[Stateless][0]
+    """One that has a state is called once for each length."""
+    for kind, more in ((Stateless, True), (Matcher, False)):
+        processor = kind()
+        settings = {**ragged(), **GREEDY}
+        expected = tiny("llama").generate(**settings, logits_processor=[kind()])
+        ours = tiny("llama").generate(**settings, **LOOKUP, logits_processor=[processor])
+        assert ours.tolist() == expected.tolist()
+        lengths = [len(ids[0]) for ids in processor.calls]
+        assert (len(lengths) > len(set(lengths))) == more
 
 
 def test_typical_acceptance_is_refused(tiny: Any) -> None:
     with pytest.raises(ValueError, match="acceptance='typical'.*Matcher.*stateless = True"):
         tiny("llama").generate(
-            **prompts(1), max_new_tokens=4, do_sample=True, logits_processor=[Matcher()],
-            **spec("prompt_lookup", acceptance="typical"),
+            prompt(), max_new_tokens=4, do_sample=True, logits_processor=[Matcher()],
+            **drafting("prompt_lookup", acceptance="typical"),
         )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from hf_spec.core.verify import StepResult
 from hf_spec.methods.prompt_lookup import PromptLookupDrafter
 from hf_spec.model.hidden_states import Reads
+from modeling_patches.cache_name import CACHE
 
 LAYERS = (3, 0, 2)  # of three; the last one's states are the final ones
 
@@ -20,25 +21,23 @@ LAYERS = (3, 0, 2)  # of three; the last one's states are the final ones
 class Recorder:
     """Records what the drafter of each call reads, per sequence of the call."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, reads: Reads) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
         self.read: dict[int, list[tuple[Tensor, Tensor]]] = {}
         recorder, select = self, PromptLookupDrafter.select
 
         def advance(drafter: Any, result: StepResult, hidden: Tensor) -> None:
-            if not recorder.rows:
-                recorder.rows = list(range(len(result.counts)))
+            recorder.rows = recorder.rows or list(range(len(result.counts)))
             for place, row in enumerate(recorder.rows):
                 count = int(result.counts[place])
-                part = hidden[place, :count] if reads.tokens == "committed" else hidden[place][None]
-                tokens = result.tokens[place, count - len(part) : count]
-                recorder.read.setdefault(row, []).append((tokens, part))
+                read = result.tokens[place, :count], hidden[place, :count]
+                recorder.read.setdefault(row, []).append(read)
 
         def selects(drafter: Any, rows: Sequence[int]) -> None:
             select(drafter, rows)
             recorder.rows = [recorder.rows[row] for row in rows]
 
-        monkeypatch.setattr(PromptLookupDrafter, "reads", reads)
+        monkeypatch.setattr(PromptLookupDrafter, "reads", Reads("committed", LAYERS))
         monkeypatch.setattr(PromptLookupDrafter, "advance", advance)
         monkeypatch.setattr(PromptLookupDrafter, "select", selects)
 
@@ -48,27 +47,28 @@ class Recorder:
             real = torch.cat([mask[row].bool(), torch.ones(sequences.shape[1]).bool()])
             ids = sequences[row][real[: sequences.shape[1]]]
             states = model(ids[None], output_hidden_states=True).hidden_states
-            end = cached
-            for at, (tokens, part) in enumerate(parts):
-                first = int(mask[row].sum()) - 1 if at == 0 and len(part) == 1 else end
-                end = first + len(part)
+            end, steps = cached, 0
+            for tokens, part in parts:
+                first, end = end, end + len(part)
                 known = ids[first + 1 : end + 1]
                 if len(known) < len(tokens):  # behind the end of the sequence
                     break
                 assert torch.equal(tokens, known)
                 expected = torch.cat([states[layer][0, first:end] for layer in LAYERS], -1)
                 torch.testing.assert_close(part, expected, rtol=1e-4, atol=1e-4)
-            assert at > 2, "too few steps to tell"
+                steps += 1
+            assert steps > 2, "too few steps to tell"
         self.rows, self.read = [], {}
 
 
 def prompts(batch: int) -> tuple[Tensor, Tensor]:
     """Repetitive prompts, which lookups continue, with padding."""
     ids = torch.tensor([5, 6, 7, 8, 9] * 4).repeat(batch, 1) + torch.arange(batch)[:, None]
-    mask = torch.ones_like(ids)
-    for row in range(1, batch):
-        mask[row, : 2 * row] = 0
-    return ids.masked_fill(mask == 0, 0), mask
+    mask = (torch.arange(20) >= 2 * torch.arange(batch)[:, None]).long()
+    return ids * mask, mask
+
+
+HOW: dict[str, Any] = {"max_new_tokens": 20, "assistant_strategy": "prompt_lookup"}
 
 
 @torch.no_grad()
@@ -80,14 +80,13 @@ def test_committed_states(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, architecture: str, compiled: bool
 ) -> None:
     model = tiny(architecture)
-    recorder = Recorder(monkeypatch, Reads("committed", LAYERS))
-    how: dict[str, Any] = {"max_new_tokens": 20, "assistant_strategy": "prompt_lookup"}
-    if compiled:
-        how |= CAPTURED
+    recorder, more = Recorder(monkeypatch), CAPTURED if compiled else {}
     for batch in [3] if compiled else [1, 3]:  # each takes code of its own
         ids, mask = prompts(batch)
         for chunk in [None] if compiled else [None, 8]:
-            sequences = model.generate(ids, attention_mask=mask, prefill_chunk_size=chunk, **how)
+            sequences = model.generate(
+                ids, attention_mask=mask, prefill_chunk_size=chunk, **HOW, **more
+            )
             recorder.check(model, sequences, mask)
 
 
@@ -98,18 +97,17 @@ def test_continued_caches_bring_new_tokens_only(
     model = tiny("llama")
     monkeypatch.setattr("hf_spec.model.appending.CHUNK", 3)
     ids, mask = prompts(1)
-    how: dict[str, Any] = {"max_new_tokens": 20, "assistant_strategy": "prompt_lookup"}
-    tree = model.generate(ids[:, :9], return_dict_in_generate=True, **how).past_key_values
+    tree = model.generate(ids[:, :9], return_dict_in_generate=True, **HOW)[CACHE]
     stock = DynamicCache()
-    model(ids[:, :9], past_key_values=stock)
-    recorder = Recorder(monkeypatch, Reads("committed", LAYERS))
+    model(ids[:, :9], **{CACHE: stock})
+    recorder = Recorder(monkeypatch)
     for cache in (tree, stock):
         cached = min(cache.get_seq_length(), 9)
-        sequences = model.generate(ids, past_key_values=cache, **how)
+        sequences = model.generate(ids, **HOW, **{CACHE: cache})
         recorder.check(model, sequences, mask, cached)
 
 
 def test_a_layer_that_does_not_exist(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    Recorder(monkeypatch, Reads("committed", (4,)))
+    monkeypatch.setattr(PromptLookupDrafter, "reads", Reads("committed", (4,)))
     with pytest.raises(ValueError, match="layers .4,.: the model's are numbered 0 to 3"):
         tiny("llama").generate(prompts(1)[0], assistant_strategy="prompt_lookup")

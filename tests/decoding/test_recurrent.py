@@ -3,19 +3,19 @@
 import copy
 import os
 import random
-from functools import cache
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from conftest import check_same, prompt, ragged
+from conftest import check_same, plainly, prompt, ragged
 from covering import EVERY_CASE, covering
 from processors import Criterion, Failure
 from recurrent_models import CONFIGS, KINDS, recurrent, shared_recurrent
 from running import CAPTURED, drafting
 from test_after_errors import lines, once_each
-from test_shrinking import StopRowAt
+from test_shrinking import stops
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteriaList
 
@@ -28,8 +28,9 @@ from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE
 from modeling_patches.support import empty_cache
 
-NEW = 16
-GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+RETURN = {"return_dict_in_generate": True}
+RETURNED: dict[str, Any] = {**GREEDY, **RETURN}
 LOOKUP = drafting("prompt_lookup")
 #: Everything drafted is accepted, so that an error of drafting shows as a rejection.
 SAME_MODEL = drafting(
@@ -56,38 +57,30 @@ def one_row() -> dict[str, Tensor]:
     return {"input_ids": prompt(12)}
 
 
-@cache
-def plain(kind: str, rows: int) -> list[list[int]]:
-    given = one_row() if rows == 1 else ragged()
-    return shared_recurrent(kind).generate(**given, **GREEDY).tolist()
-
-
-def check(kind: str, model: Any = None, **settings: Any) -> None:
-    model = model or shared_recurrent(kind)
-    for rows, given in ((1, one_row()), (3, ragged())):
-        assert model.generate(**given, **GREEDY, **settings).tolist() == plain(kind, rows)
+def next_turn(given: dict[str, Tensor], answered: Tensor, new: int) -> dict[str, Tensor]:
+    """The prompt of so many tokens behind an answered one."""
+    ids = torch.cat([answered, prompt(new, len(answered), seed=50)], 1)
+    mask = given["attention_mask"]
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.cat([mask, torch.ones_like(ids[:, mask.shape[1] :])], 1),
+    }
 
 
 # -- strategies ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", sorted({*CONFIGS} - {*KINDS}))
-def test_every_architecture(kind: str) -> None:
-    """But for those that all tests below run."""
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [*product(sorted({*CONFIGS} - {*KINDS}), [LOOKUP]), *product(KINDS, [SAME_MODEL])],
+)
+def test_every_architecture(kind: str, spec: dict[str, Any]) -> None:
+    """Those that all tests below run with lookups draft with the whole model."""
     model = shared_recurrent(kind)
-    found = model.generate(**ragged(), **GREEDY, **LOOKUP)
-    assert found.tolist() == plain(kind, 3)
-    stats = hf_spec.last_stats(model)
-    assert stats is not None and stats.num_drafted_tokens > 20
-
-
-@every_kind
-def test_drafting_with_the_whole_model(kind: str) -> None:
-    model = shared_recurrent(kind)
-    found = model.generate(**ragged(), **GREEDY, **SAME_MODEL)
-    assert found.tolist() == plain(kind, 3)
-    stats = hf_spec.last_stats(model)
-    assert stats is not None and min(stats.acceptance_per_position) > 0.95
+    check_same(model, spec, **ragged())
+    stats: Any = hf_spec.last_stats(model)
+    assert stats.num_drafted_tokens > 20
+    assert spec is LOOKUP or min(stats.acceptance_per_position) > 0.95
 
 
 @pytest.mark.parametrize(
@@ -97,9 +90,10 @@ def test_every_strategy(kind: str, name: str) -> None:
     model = shared_recurrent(kind) if name in ("prompt_lookup", "layer_skip") else recurrent(kind)
     fields, options = STRATEGIES[name]
     with_adapter(model, name, fields)
-    check(kind, model, **drafting(name, **options))
-    stats = hf_spec.last_stats(model)
-    assert stats is not None and stats.num_drafted_tokens > 20
+    for given in (one_row(), ragged()):
+        check_same(model, drafting(name, **options), **given)
+    stats: Any = hf_spec.last_stats(model)
+    assert stats.num_drafted_tokens > 20
 
 
 def test_pruning_is_refused() -> None:
@@ -123,7 +117,8 @@ def with_adapter(model: Any, name: str, fields: dict[str, Any]) -> Any:
 def test_learned_states_beside_recurrent_ones() -> None:
     """Where every layer has keys, too."""
     model = with_adapter(recurrent("falcon_h1"), "bita", {"num_mask_tokens": 3})
-    check("falcon_h1", model, **drafting("bita"))
+    for given in (one_row(), ragged()):
+        check_same(model, drafting("bita"), **given)
 
 
 #: Two layers of each kind, each of which takes its time in a graph.
@@ -151,13 +146,12 @@ def test_compiled(kind: str, name: str) -> None:
         "layer_skip": {"skip_attention": [0], "skip_mlp": [], "max_draft": 2},
     }[name]  # fmt: skip
     given = ragged() if kind in ("mamba", "lfm3") else one_row()
-    check_same(model, {**drafting(name, **options), **CAPTURED}, **given, **GREEDY)
-    stats = hf_spec.last_stats(model)
-    assert stats is not None and stats.num_drafted_tokens
+    check_same(model, {**drafting(name, **options), **CAPTURED}, **given)
+    stats: Any = hf_spec.last_stats(model)
     found = stats.details["compiled"]
     # For each size of trees the forward, and what drafts after it; also those after the first step
     # read states of one layout.
-    assert not found["refused"] and 0 < found["made"] <= 5
+    assert stats.num_drafted_tokens and not found["refused"] and 0 < found["made"] <= 5
 
 
 # -- plain steps ---------------------------------------------------------------------------------
@@ -171,22 +165,15 @@ def test_plain_steps_are_those_of_plain_generation(
     with a mask is another function."""
     model = shared_recurrent(kind)
     monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookups: False)
-    settings = {**GREEDY, "return_dict_in_generate": True}
     for given in (one_row(), {"input_ids": prompt(12, 3)}):
-        past = model.generate(**given, **settings)[CACHE]
-        cache = model.generate(**given, **settings, **LOOKUP)[CACHE]
+        past = model.generate(**given, **RETURNED)[CACHE]
+        cache = model.generate(**given, **RETURNED, **LOOKUP)[CACHE]
         theirs, ours = dict(stock_states(past.layers)), dict(cache.recurrent.states())
         places = [place for place in theirs if kind == "mamba" or place[1] == 0]
         assert places and all(torch.equal(ours[place], theirs[place]) for place in places)
 
 
 # -- caches --------------------------------------------------------------------------------------
-
-
-def stops(ids: Tensor, *ends: int) -> StoppingCriteriaList:
-    """Ends rows after so many tokens."""
-    rows = [tuple(row) for row in ids.tolist()]
-    return StoppingCriteriaList([StopRowAt(ids.shape[1], dict(zip(rows, ends)))])
 
 
 def states_of(model: Any, tokens: list[int]) -> dict[Any, Tensor]:
@@ -224,21 +211,16 @@ def real(out: Tensor, given: dict[str, Tensor]) -> list[list[int]]:
 def test_tree_cache_over_turns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stops in the middle of a path; then more of the conversation, in one chunk or several."""
     model, given = shared_recurrent(kind), ragged()
-    settings = {**GREEDY, "return_dict_in_generate": True}
     for spec in (LOOKUP, SAME_MODEL):
         first = model.generate(
-            **given, **settings, **spec, stopping_criteria=stops(given["input_ids"], 13, 15, 11)
+            **given, **RETURNED, **spec, stopping_criteria=stops(given["input_ids"], 13, 15, 11)
         )
-        check_states(model, first[CACHE], real(first.sequences, given))
-        sequences = first.sequences[:, : 12 + 11]  # what all rows have
-        ids = torch.cat([sequences, prompt(9, 3, seed=50)], 1)
-        mask = torch.cat([given["attention_mask"], torch.ones(3, 11 + 9).long()], 1)
-        turn = {"input_ids": ids, "attention_mask": mask}
-        wanted = model.generate(**turn, **GREEDY).tolist()
-        second = model.generate(**turn, **settings, **spec, **{CACHE: first[CACHE]})
-        assert second.sequences.tolist() == wanted
-        assert second[CACHE] is first[CACHE]
-        check_states(model, second[CACHE], real(second.sequences, turn))
+        cache = first[CACHE]
+        check_states(model, cache, real(first.sequences, given))
+        turn = next_turn(given, first.sequences[:, : 12 + 11], 9)  # what all rows have
+        second = check_same(model, {**spec, **RETURN, CACHE: cache}, **turn)
+        assert second[CACHE] is cache
+        check_states(model, cache, real(second.sequences, turn))
         monkeypatch.setattr("hf_spec.model.appending.RECURRENT_CHUNK", 4)
 
 
@@ -251,31 +233,27 @@ def test_tree_cache_over_turns(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
 )  # fmt: skip
 def test_dynamic_cache_is_filled_as_by_plain_generation(kind: str, spec: dict[str, Any]) -> None:
     """Also where the row ends within a step."""
-    model = shared_recurrent(kind)
-    for given, ends in ((one_row(), None), (one_row(), (13,))):
-        caches = [DynamicCache(config=model.config) for _ in range(2)]
-        for past, strategy in zip(caches, ({}, spec)):
-            stop = None if ends is None else stops(given["input_ids"], *ends)
+    model, given = shared_recurrent(kind), one_row()
+    for stop in (None, stops(given["input_ids"], 13)):
+        plain, ours = (DynamicCache(config=model.config) for _ in range(2))
+        for past, strategy in ((plain, {}), (ours, spec)):
             out = model.generate(
                 **given, **GREEDY, **strategy, stopping_criteria=stop, **{CACHE: past}
             )  # fmt: skip
-        assert caches[0].get_seq_length() == caches[1].get_seq_length() == out.shape[1] - 1
-        theirs, ours = (dict(stock_states(past.layers)) for past in caches)
-        assert theirs.keys() == ours.keys()
-        for place, state in theirs.items():
-            check_close(ours[place], state)
-        mine, other = (
-            [getattr(layer, "has_previous_state", None) for layer in past.layers]
-            for past in (caches[1], caches[0])
-        )
-        assert mine == other
+        assert plain.get_seq_length() == ours.get_seq_length() == out.shape[1] - 1
+        wanted, found = (dict(stock_states(past.layers)) for past in (plain, ours))
+        assert wanted.keys() == found.keys()
+        for place, state in wanted.items():
+            check_close(found[place], state)
+        for mine, theirs in zip(ours.layers, plain.layers):
+            name = "has_previous_state"
+            assert getattr(mine, name, None) == getattr(theirs, name, None)
         # The next turn, plain and with a strategy.
-        ids = torch.cat([out, prompt(6, seed=50)], 1)
-        turn = {"input_ids": ids, **GREEDY, "max_new_tokens": 12}
-        wanted = model.generate(**turn, **{CACHE: caches[0]}).tolist()
+        turn = {"input_ids": torch.cat([out, prompt(6, seed=50)], 1), **GREEDY}
+        expected = model.generate(**turn, **{CACHE: plain}).tolist()
         for after in ({}, LOOKUP):
-            found = model.generate(**turn, **after, **{CACHE: copy.deepcopy(caches[1])})
-            assert found.tolist() == wanted
+            again = model.generate(**turn, **after, **{CACHE: copy.deepcopy(ours)})
+            assert again.tolist() == expected
 
 
 @every_kind
@@ -285,17 +263,16 @@ def test_padding_between_tokens(kind: str) -> None:
     model, given = shared_recurrent(kind), {"input_ids": prompt(12, 2)}
     given["attention_mask"] = torch.tensor([[1] * 12, [1] * 4 + [0] * 3 + [1] * 5])
     refused = pytest.raises(ValueError, match=r"between the tokens of rows \[1\]: .*side by side")
-    settings = {**GREEDY, **LOOKUP, "return_dict_in_generate": True}
+    settings = {**RETURNED, **LOOKUP}
     if kind == "lfm3":
         with refused:
             model.generate(**given, **settings)
     else:
-        out = model.generate(**given, **settings)
-        assert out.sequences.tolist() == model.generate(**given, **GREEDY).tolist()
+        out = check_same(model, {**LOOKUP, **RETURN}, **given)
         with pytest.raises(ValueError, match="padding between the tokens of their prompt"):
-            ids = torch.cat([out.sequences, prompt(4, 2)], 1)
-            more = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            model.generate(**more, **settings, **{CACHE: out[CACHE]})
+            more = torch.cat([out.sequences, prompt(4, 2)], 1)
+            seen = {"attention_mask": torch.ones_like(more), CACHE: out[CACHE]}
+            model.generate(more, **settings, **seen)
     whole = model.generate(prompt(6, 2), **settings)[CACHE]
     with refused:
         model.generate(**given, **settings, **{CACHE: whole})
@@ -304,11 +281,9 @@ def test_padding_between_tokens(kind: str) -> None:
 def test_prompts_in_which_transformers_loses_a_state() -> None:
     """It begins anew in each forward of several tokens; tokens are then those of plain generation,
     which a TreeCache does not repeat."""
-    model = shared_recurrent("jamba")
-    parts = {**one_row(), **GREEDY, "prefill_chunk_size": 5}
-    wanted = model.generate(**parts).tolist()
-    assert wanted != plain("jamba", 1)
-    assert model.generate(**parts, **LOOKUP).tolist() == wanted
+    model, parts = shared_recurrent("jamba"), {**one_row(), "prefill_chunk_size": 5}
+    found = check_same(model, LOOKUP, **parts)
+    assert not torch.equal(found, plainly(model, **one_row(), **GREEDY))
     pasts = [DynamicCache(config=model.config) for _ in range(2)]
     for past in pasts:
         out = model.generate(**one_row(), **GREEDY, **{CACHE: past})
@@ -321,51 +296,32 @@ def test_prompts_in_which_transformers_loses_a_state() -> None:
 def test_after_an_error(kind: str) -> None:
     """The start of each row; a call goes on from it."""
     model, given = shared_recurrent(kind), ragged()
-    settings = {**GREEDY, "return_dict_in_generate": True}
-    first = model.generate(**given, **{**settings, "max_new_tokens": 8}, **LOOKUP)
-    ids = torch.cat([first.sequences, prompt(5, 3, seed=50)], 1)
-    mask = torch.cat([given["attention_mask"], torch.ones(3, 13).long()], 1)
-    turn = {"input_ids": ids, "attention_mask": mask}
-    wanted = model.generate(**turn, **GREEDY)
+    first = model.generate(**given, **{**RETURNED, "max_new_tokens": 8}, **LOOKUP)
+    turn = next_turn(given, first.sequences, 5)
     for spec, at in ((LOOKUP, 1), (LOOKUP, 9), (SAME_MODEL, 4)):
         past = copy.deepcopy(first[CACHE])
         with pytest.raises(Failure):
             criterion = StoppingCriteriaList([Criterion(at)])
             model.generate(**turn, **GREEDY, **spec, stopping_criteria=criterion, **{CACHE: past})
-        check_states(model, past, real(wanted, turn))
-        assert model.generate(**turn, **GREEDY, **spec, **{CACHE: past}).tolist() == (
-            wanted.tolist()
-        )  # fmt: skip
+        check_states(model, past, real(plainly(model, **turn, **GREEDY), turn))
+        check_same(model, {**spec, CACHE: past}, **turn)
 
 
 @pytest.mark.parametrize("given", ["dynamic", "tree"])
 def test_an_interrupt_at_any_line(given: str) -> None:
     """At some lines, those of the states among them."""
-    model, settings = shared_recurrent("falcon_h1"), {**GREEDY, "max_new_tokens": 8}
-    before: Any = DynamicCache(config=model.config)
-    own = {} if given == "tree" else {CACHE: before}
-    rows = 2 if given == "tree" else 1
-    ids = prompt(9, rows)
-    out = model.generate(
-        ids, **settings, **SAME_MODEL, **own, return_dict_in_generate=True
-    )  # fmt: skip
+    model, settings = shared_recurrent("falcon_h1"), {**RETURNED, "max_new_tokens": 8}
+    own, rows = ({}, 2) if given == "tree" else ({CACHE: DynamicCache(config=model.config)}, 1)
+    out = model.generate(prompt(9, rows), **settings, **SAME_MODEL, **own)
     before, ids = out[CACHE], torch.cat([out.sequences, prompt(5, rows, seed=50)], 1)
-    wanted = model.generate(ids, **settings, stopping_criteria=stops(ids, *(8, 5)[:rows])).tolist()
-    caches: list[Any] = []
+    settings["stopping_criteria"] = stops(ids, *(8, 5)[:rows])
+    wanted = model.generate(ids, **settings).sequences.tolist()
 
-    def call() -> None:
-        stop = stops(ids, *(8, 5)[:rows])
-        model.generate(
-            ids, **settings, **SAME_MODEL, stopping_criteria=stop, **{CACHE: caches[-1]}
-        )  # fmt: skip
+    def call(cache: Any) -> Any:
+        return partial(model.generate, ids, **settings, **SAME_MODEL, **{CACHE: cache})
 
-    def begin_anew() -> None:
-        caches.append(copy.deepcopy(before))
-
-    begin_anew()
-    call()
-    begin_anew()
-    passed = lines(call)
+    call(copy.deepcopy(before))()
+    passed = lines(call(copy.deepcopy(before)))
     numbers = once_each(passed)
     ours = [n for n in numbers if passed[n][0] == recurrent_module.__file__]
     others = [n for n in numbers if n not in ours]
@@ -373,10 +329,9 @@ def test_an_interrupt_at_any_line(given: str) -> None:
     if not os.environ.get(EVERY_CASE):
         ours, others = rng.sample(ours, 12), rng.sample(others, 6)
     for number in ours + others:
-        begin_anew()
+        cache = copy.deepcopy(before)
         with pytest.raises(KeyboardInterrupt):
-            lines(call, number)
-        cache = caches.pop()
+            lines(call(cache), number)
         try:
             check_start(model, cache, wanted)
         except Exception as error:

@@ -1,12 +1,13 @@
 """What a strategy cannot do is refused by name, with a remedy, before the model runs."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from architectures import build
-from conftest import STRATEGIES, Tiny, check_same, prompt, ragged
+from conftest import STRATEGIES, Tiny, check_same, prompt, ragged, shared
 from peft import LoraConfig, PromptTuningConfig, XLoraConfig, get_peft_model
 from running import drafting, no_forward
 from transformers import (
@@ -25,8 +26,19 @@ Spec = dict[str, Any]
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 
+def keeps(**options: Any) -> GenerationConfig:
+    """A configuration with options that its release may not know."""
+    config = GenerationConfig()
+    vars(config).update(options)
+    return config
+
+
+def empty(*shape: int) -> Spec:
+    return {"input_ids": torch.zeros(shape).long(), "attention_mask": torch.ones(shape).long()}
+
+
 #: Beside those of test_every_option.py and tests/methods/test_options.py.
-OPTIONS: list[tuple[dict[str, Any], str]] = [
+REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'.*Leave it out"),
     ({"cache_implementation": "paged"}, "'paged'"),
     ({"use_cache": False}, "use_cache=False.*Set use_cache=True; in TRL.*generation_kwargs="),
@@ -39,34 +51,33 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"assistant_strategy": ["ppd"]}, r"assistant_strategy=\['ppd'\]: choose one of"),
     ({"assistant_strategy": "oracle"},
      "assistant_strategy='oracle': choose one of .*layer_skip.*prompt_lookup"),
+    ({"assistant_model": shared("llama_tied")}, "assistant_model.*Leave one"),
+    ({**STRATEGIES["layer_skip"], "synced_gpus": True}, "synced_gpus=True.*drafts run none"),
+    # Stock Transformers' own error.
+    ({"assistant_strategy": None, "asistant_strategy": "plain"}, "model_kwargs.*not used"),
+    ({"assistant_kwarg": {}}, "model_kwargs.*not used"),
+    # Modes that not every release has.
+    ({"generation_config": keeps(use_mtp=True)}, "use_mtp=True.*assistant_strategy='mtp'"),
+    ({"generation_config": keeps(speculation_type="dflash")},
+     "speculation_type='dflash'.*the strategy alone"),
+    ({"generation_config": keeps(low_memory=True)}, "low_memory=True.*Leave one"),
+    ({"generation_config": keeps(prompt_lookup_num_tokens=5)},
+     "prompt_lookup_num_tokens=5.*assistant_strategy='prompt_lookup'"),
+    ({"generation_config": keeps(max_matching_ngram_size=2)},
+     "max_matching_ngram_size=2.*assistant_kwargs={'max_ngram'"),
+    ({name: value.flip(-1) for name, value in ragged().items()},
+     r"padding in rows \[1, 2\].*left"),
+    (empty(1, 0), r"input_ids of shape \(1, 0\): there is no token.*bos_token"),
+    (empty(0, 5), r"input_ids of shape \(0, 5\): there is no token.*bos_token"),
+    # Which the model does not cut to the token that a step runs.
+    ({"num_items_in_batch": torch.ones_like(prompt())}, "'num_items_in_batch' has one value"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kwargs", "message"), OPTIONS)
-def test_options(tiny: Tiny, kwargs: dict[str, Any], message: str) -> None:
-    spec = STRATEGIES["prompt_lookup"]
+@pytest.mark.parametrize(("given", "message"), REFUSED, ids=[words for _, words in REFUSED])
+def test_calls(tiny: Tiny, spec: Spec, given: Spec, message: str) -> None:
     with no_forward(tiny()), pytest.raises(ValueError, match=message):
-        tiny().generate(prompt(), **{**GREEDY, **spec, **kwargs})
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "remedy"),
-    [
-        ("use_mtp", True, "assistant_strategy='mtp'"),
-        ("speculation_type", "dflash", "the strategy alone"),
-        ("low_memory", True, "Leave one"),
-        ("prompt_lookup_num_tokens", 5, "assistant_strategy='prompt_lookup'"),
-        ("max_matching_ngram_size", 2, "assistant_kwargs={'max_ngram'"),
-    ],
-)
-def test_modes_that_not_every_release_has(
-    tiny: Tiny, spec: Spec, option: str, value: Any, remedy: str
-) -> None:
-    """A configuration keeps options that its release does not know."""
-    model, config = tiny(), GenerationConfig(**GREEDY, **spec)
-    setattr(config, option, value)
-    with no_forward(model), pytest.raises(ValueError, match=f"{option}={value!r}.*{remedy}"):
-        model.generate(prompt(), generation_config=config)
+        tiny().generate(**{"input_ids": prompt(), **GREEDY, **spec, **given})
 
 
 def test_options_without_a_strategy(
@@ -90,34 +101,21 @@ def test_options_without_a_strategy(
 def test_models_whose_own_default_is_no_cache(fresh: Tiny, spec: Spec) -> None:
     """The caller has not asked for that."""
     model = fresh()
-    plain = model.generate(prompt(), **GREEDY)
     model.config.use_cache = model.generation_config.use_cache = False
-    assert model.generate(prompt(), **GREEDY, **spec).tolist() == plain.tolist()
+    check_same(model, spec, prompt(), **GREEDY)
     assert model.generation_config.use_cache is False
 
 
-def test_other_ways_to_generate(tiny: Tiny) -> None:
-    model, spec = tiny(), STRATEGIES["prompt_lookup"]
-    with no_forward(model):
-        with pytest.raises(ValueError, match="assistant_model.*Leave one"):
-            model.generate(prompt(), **GREEDY, **spec, assistant_model=tiny("llama_tied"))
-        with pytest.raises(ValueError, match="synced_gpus=True.*drafts run none"):
-            model.generate(prompt(), **GREEDY, **STRATEGIES["layer_skip"], synced_gpus=True)
-        with pytest.raises(ValueError, match="generate_batch.*leave assistant"):
-            config = GenerationConfig(**GREEDY, **spec)
-            model.generate_batch(prompt().tolist(), generation_config=config)
-        with pytest.raises(ValueError, match="generate_batch.*leave assistant"):
-            model.generate_batch(prompt().tolist(), **spec)
-    # On one rank it is a flag like any other.
-    check_same(model, {**spec, "synced_gpus": False}, prompt(), **GREEDY)
+def test_generate_batch(tiny: Tiny) -> None:
+    spec = STRATEGIES["prompt_lookup"]
+    for given in ({"generation_config": GenerationConfig(**GREEDY, **spec)}, spec):
+        with no_forward(tiny()), pytest.raises(ValueError, match="generate_batch.*leave assistant"):
+            tiny().generate_batch(prompt().tolist(), **given)
 
 
-def test_typo_in_a_keyword(tiny: Tiny) -> None:
-    """Stock Transformers' own error, with the strategy's keywords known and others not."""
-    model = tiny()
-    for kwargs in ({"asistant_strategy": "prompt_lookup"}, {"assistant_kwarg": {}}):
-        with no_forward(model), pytest.raises(ValueError, match="model_kwargs.*not used"):
-            model.generate(prompt(), **GREEDY, **kwargs)
+def test_synced_gpus_on_one_rank(tiny: Tiny) -> None:
+    """A flag like any other."""
+    check_same(tiny(), {**STRATEGIES["prompt_lookup"], "synced_gpus": False}, prompt(), **GREEDY)
 
 
 def test_config_is_checked_when_it_is_built() -> None:
@@ -127,56 +125,62 @@ def test_config_is_checked_when_it_is_built() -> None:
         hf_spec.SpecConfig(assistant_kwargs={"max_depth": 3})
 
 
-def test_right_padding(tiny: Tiny, spec: Spec) -> None:
-    model = tiny()
-    batch = {key: value.flip(-1) for key, value in ragged().items()}
-    with no_forward(model), pytest.raises(ValueError, match=r"padding in rows \[1, 2\].*left"):
-        model.generate(**batch, **GREEDY, **spec)
-
-
-@pytest.mark.parametrize("shape", [(1, 0), (0, 5)])
-def test_no_token_to_continue(tiny: Tiny, spec: Spec, shape: tuple[int, int]) -> None:
-    ids = torch.zeros(shape, dtype=torch.long)
-    message = rf"input_ids of shape \({shape[0]}, {shape[1]}\): there is no token.*bos_token"
-    with no_forward(tiny()), pytest.raises(ValueError, match=message):
-        tiny().generate(ids, **GREEDY, **spec, attention_mask=torch.ones_like(ids))
-
-
-def test_inputs_with_a_value_per_token(tiny: Tiny, spec: Spec) -> None:
-    """Which the model does not cut to the token that a step runs."""
-    model, values = tiny(), torch.ones_like(prompt())
-    with no_forward(model), pytest.raises(ValueError, match="'num_items_in_batch' has one value"):
-        model.generate(prompt(), num_items_in_batch=values, **GREEDY, **spec)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "message"),
-    [
-        ("openai-gpt", f"OpenAIGPTLMHeadModel.forward takes no {CACHE}.*Generate without"),
-        ("mpt", "MptForCausalLM.forward takes no position_ids.*Generate without"),
-        ("bart", "BartForCausalLM.forward takes no position_ids.*Generate without"),
-        ("gpt_neo", "GPTNeoForCausalLM: its local attention counts slots.*Generate without"),
-        ("cpmant", "CpmAntForCausalLM.forward takes no position_ids.*Generate without"),
-        ("qwen4_exp_text", "Qwen4ExpForCausalLM: .* keeps positions of its own.*Generate without"),
-        ("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM has a cache layer of type.*Generate with"),
-        ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps a recurrent state.*Generate without"),
-        ("rwkv", "RwkvForCausalLM keeps a recurrent state.*Generate without"),
-        ("inkling2_text", "Inkling2DynamicShortConvolution updates a recurrent state.*Generate w"),
-        ("deepseek_v4", "DeepseekV4ForCausalLM keeps a recurrent state.*Generate without"),
-    ],
-)  # fmt: skip
-def test_models(model_type: str, message: str) -> None:
-    """Those that cannot forget what was rejected, and other forwards and caches."""
-    model = build(model_type)
-    with no_forward(model), pytest.raises(ValueError, match=message):
-        model.generate(prompt(), **GREEDY, **STRATEGIES["prompt_lookup"])
-
-
-def test_a_falcon_with_alibi(fresh: Tiny) -> None:
+def alibi(fresh: Tiny, folder: Path) -> Any:
     model = fresh("falcon")
     model.config.alibi = True
-    with no_forward(model), pytest.raises(ValueError, match="its ALiBi counts slots.*Generate wit"):
-        model.generate(prompt(), **GREEDY, **STRATEGIES["prompt_lookup"])
+    return model
+
+
+def encoder_decoder(fresh: Tiny, folder: Path) -> Any:
+    config = AutoConfig.for_model(
+        "t5", vocab_size=61, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return AutoModelForSeq2SeqLM.from_config(config).eval()
+
+
+def prompt_learning(fresh: Tiny, folder: Path) -> Any:
+    return get_peft_model(fresh(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+def x_lora(fresh: Tiny, folder: Path, by_default: bool = False) -> Any:
+    """PEFT sets use_cache to False, whatever is given."""
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(fresh(), lora).save_pretrained(folder)
+    model: Any = fresh()
+    model.config.use_cache = False
+    if by_default:
+        model.generation_config.use_cache = False
+    config = XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters={"0": str(folder)})
+    return get_peft_model(model, config).eval()
+
+
+#: Those that cannot forget what was rejected, and other forwards and caches.
+MODELS: list[tuple[Any, str]] = [
+    ("openai-gpt", f"OpenAIGPTLMHeadModel.forward takes no {CACHE}.*Generate without"),
+    ("mpt", "MptForCausalLM.forward takes no position_ids.*Generate without"),
+    ("bart", "BartForCausalLM.forward takes no position_ids.*Generate without"),
+    ("gpt_neo", "GPTNeoForCausalLM: its local attention counts slots.*Generate without"),
+    ("cpmant", "CpmAntForCausalLM.forward takes no position_ids.*Generate without"),
+    ("qwen4_exp_text", "Qwen4ExpForCausalLM: .* keeps positions of its own.*Generate without"),
+    ("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM has a cache layer of type.*Generate with"),
+    ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps a recurrent state.*Generate without"),
+    ("rwkv", "RwkvForCausalLM keeps a recurrent state.*Generate without"),
+    ("inkling2_text", "Inkling2DynamicShortConvolution updates a recurrent state.*Generate w"),
+    ("deepseek_v4", "DeepseekV4ForCausalLM keeps a recurrent state.*Generate without"),
+    (alibi, "its ALiBi counts slots.*Generate wit"),
+    (encoder_decoder, "encoder-decoder.*Generate without"),
+    (prompt_learning, "PROMPT_TUNING.*Disable the adapter"),
+    (x_lora, "X-LoRA runs without it.*one of its"),
+    (partial(x_lora, by_default=True), "X-LoRA runs without it.*one of its"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "message"), MODELS)
+def test_models(fresh: Tiny, tmp_path: Path, spec: Spec, kind: Any, message: str) -> None:
+    model = build(kind) if isinstance(kind, str) else kind(fresh, tmp_path)
+    with no_forward(model), pytest.raises(ValueError, match=message):
+        model.generate(input_ids=prompt(), **GREEDY, **spec, use_cache=True)
 
 
 @pytest.mark.parametrize(
@@ -196,52 +200,3 @@ def test_learned_states_for_every_layer(model_type: str, message: str) -> None:
     model.add_adapter(hf_spec.BitaConfig(prompt_depth="none"), "fits")
     check_same(model, drafting("bita"), prompt(), **GREEDY)
     model.delete_adapter("fits")
-
-
-def test_encoder_decoder(spec: Spec) -> None:
-    config = AutoConfig.for_model(
-        "t5", vocab_size=61, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    model = AutoModelForSeq2SeqLM.from_config(config).eval()
-    with no_forward(model), pytest.raises(ValueError, match="encoder-decoder.*Generate without"):
-        model.generate(prompt(), **GREEDY, **spec)
-
-
-def test_prompt_learning(fresh: Tiny, spec: Spec) -> None:
-    model = get_peft_model(fresh(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with no_forward(model), pytest.raises(ValueError, match="PROMPT_TUNING.*Disable the adapter"):
-        model.generate(input_ids=prompt(), **GREEDY, **spec)
-
-
-@pytest.mark.parametrize("by_default", [False, True])
-def test_x_lora(fresh: Tiny, tmp_path: Path, spec: Spec, by_default: bool) -> None:
-    """PEFT sets use_cache to False, whatever is given."""
-    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    get_peft_model(fresh(), lora).save_pretrained(tmp_path)
-    model: Any = fresh()
-    model.config.use_cache = False
-    if by_default:
-        model.generation_config.use_cache = False
-    config = XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters={"0": str(tmp_path)})
-    mixed = get_peft_model(model, config).eval()
-    with no_forward(model), pytest.raises(ValueError, match="X-LoRA runs without it.*one of its"):
-        mixed.generate(input_ids=prompt(), **GREEDY, **spec, use_cache=True)
-
-
-def test_a_refused_call_leaves_the_model_as_it_was(tiny: Tiny, spec: Spec) -> None:
-    """Also when it fails half way: patches are undone, the next call works."""
-    model = tiny("gpt2")
-    expected = model.generate(prompt(), **GREEDY)
-
-    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if ids.shape[1] > 14:
-            raise RuntimeError("half way")
-        return scores
-
-    before = model.config._attn_implementation
-    with pytest.raises(RuntimeError, match="half way"):
-        model.generate(prompt(), **GREEDY, **spec, logits_processor=[fail])
-    assert model.config._attn_implementation == before
-    assert model.generate(prompt(), **GREEDY).tolist() == expected.tolist()
-    assert model.generate(prompt(), **GREEDY, **spec).tolist() == expected.tolist()

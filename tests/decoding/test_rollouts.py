@@ -6,6 +6,7 @@ import pickle
 import sqlite3
 from collections import Counter
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,9 @@ def seeds_alone(history: Any, path: Path) -> Any:
     return other
 
 
-def lengths(path: Path) -> list[int]:
-    """Those of a file's answers."""
+def lengths(history: Any, path: Path) -> list[int]:
+    """Those of its answers, which are saved."""
+    history.save(path)
     with closing(sqlite3.connect(path)) as file:
         return [n // 4 for (n,) in file.execute("select length(tokens) from answers order by id")]
 
@@ -69,12 +71,10 @@ def test_only_the_number_of_steps_depends_on_it(
     monkeypatch.setattr(rollouts, "SHARE", 0.0)  # rows with and without old tokens
     history, model = hf_spec.RolloutHistory(), adapt(fresh("llama"), name)
     model.requires_grad_(True)
-    rollout(model, history, ragged((12, 5, 9)), name, **given)
+    call = partial(rollout, model, inputs=ragged(), name=name, **given)
+    call(history)
     change(model, 0.005)
-    alone = rollout(
-        model, seeds_alone(history, tmp_path / "answers"), ragged((12, 5, 9)), name, **given
-    )
-    ours = rollout(model, history, ragged((12, 5, 9)), name, **given)
+    alone, ours = call(seeds_alone(history, tmp_path / "answers")), call(history)
     assert torch.equal(ours.sequences, alone.sequences)
     assert kept(ours) > kept(alone)
 
@@ -100,19 +100,15 @@ def test_the_distribution_is_that_of_the_new_policy(
     model, rows = fresh("llama"), 2000
     settings = {"temperature": 1.5, "top_k": 4, "max_new_tokens": 3}
 
-    def expected() -> dict[tuple[int, int], float]:
-        first = distribution(model, [])
-        return {
-            (one, two): float(p * q)
-            for one, p in first.items()
-            for two, q in distribution(model, [one]).items()
-        }
-
-    def distribution(model: Any, tokens: list[int]) -> dict[int, float]:
+    def distribution(tokens: list[int]) -> dict[int, float]:
         ids = torch.cat([prompt(12), torch.tensor([tokens], dtype=torch.long)], 1)
         with torch.no_grad():
             top = (model(ids).logits[0, -1] / 1.5).topk(4)
         return dict(zip(top.indices.tolist(), top.values.softmax(-1).tolist()))
+
+    def expected() -> dict[tuple[int, int], float]:
+        first = distribution([])
+        return {(a, b): p * q for a, p in first.items() for b, q in distribution([a]).items()}
 
     def p_value(sequences: torch.Tensor, cells: dict[tuple[int, int], float]) -> float:
         seen = Counter(map(tuple, sequences[:, 12:14].tolist()))
@@ -191,8 +187,7 @@ def test_fresh_rollouts(fresh: Tiny, tmp_path: Path) -> None:
     change(model, 1e-7)
     same = (rollout(model, history, many).sequences == first.sequences).all(1).sum()
     assert 8 < same < 32  # outside once in 30,000 times
-    history.save(tmp_path / "answers")
-    assert len(lengths(tmp_path / "answers")) == 40
+    assert len(lengths(history, tmp_path / "answers")) == 40
 
 
 def test_bounds_and_state(fresh: Tiny, tmp_path: Path) -> None:
@@ -201,8 +196,7 @@ def test_bounds_and_state(fresh: Tiny, tmp_path: Path) -> None:
     one, two = prompt(12), prompt(12, seed=7)
     for inputs in (one, two, one, two):
         rollout(model, history, inputs)
-    history.save(path)
-    assert lengths(path) == [24, 24], "the older prompt's are dropped"
+    assert lengths(history, path) == [24, 24], "the older prompt's are dropped"
     first = rollout(model, history, one)
     history.save(path)
     again = hf_spec.RolloutHistory()
@@ -228,8 +222,7 @@ def test_answers_on_disk(fresh: Tiny, tmp_path: Path) -> None:
     again = hf_spec.RolloutHistory(path=path)
     ours = rollout(model, again, prompt(12))
     assert torch.equal(ours.sequences, first.sequences) and kept(ours) == 21
-    again.save(tmp_path / "others")
-    assert lengths(tmp_path / "others") == [24]
+    assert lengths(again, tmp_path / "others") == [24]
 
 
 def test_a_config_is_printed_and_saved(tmp_path: Path) -> None:
@@ -260,19 +253,24 @@ def test_a_file_without_answers(content: Any, fresh: Tiny, tmp_path: Path) -> No
             file.commit()
     with pytest.raises(ValueError, match=r"answers' holds no answers as RolloutHistory.save"):
         history.load(path)
-    history.save(tmp_path / "others")
-    assert lengths(tmp_path / "others") == [24]
+    assert lengths(history, tmp_path / "others") == [24]
 
 
-def test_bad_input(fresh: Tiny) -> None:
-    with pytest.raises(ValueError, match="max_tokens=0: must be a whole number"):
-        hf_spec.RolloutHistory(max_tokens=0)
-    with pytest.raises(ValueError, match="fresh=2: must be a number in"):
-        hf_spec.RolloutHistory(fresh=2)
-    with pytest.raises(ValueError, match="lenience=0.5: must be a number in"):
-        hf_spec.RolloutHistory(lenience=0.5)
-    with pytest.raises(ValueError, match=r"path='/nowhere/x': .* unable to open database file"):
-        hf_spec.RolloutHistory(path="/nowhere/x")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0: must be a whole number"),
+        ({"fresh": 2}, "fresh=2: must be a number in"),
+        ({"lenience": 0.5}, "lenience=0.5: must be a number in"),
+        ({"path": "/nowhere/x"}, r"path='/nowhere/x': .* unable to open database file"),
+    ],
+)
+def test_bad_input(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_spec.RolloutHistory(**given)
+
+
+def test_bad_calls(fresh: Tiny) -> None:
     with pytest.raises(ValueError, match="history='x': give a hf_spec.RolloutHistory"):
         rollout(fresh("llama"), "x", prompt())
     with pytest.raises(ValueError, match="history=.* it belongs to acceptance='match'"):

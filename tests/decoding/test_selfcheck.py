@@ -18,6 +18,7 @@ pytestmark = pytest.mark.instructions
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 LOOKUP = STRATEGIES["prompt_lookup"]
+SHOWN = ("position_ids", "attention_mask", CACHE)
 
 
 def remote(tiny: Tiny, kind: type) -> Any:
@@ -28,62 +29,51 @@ def remote(tiny: Tiny, kind: type) -> Any:
     return base
 
 
-def takes_cache(forward: Any) -> Any:
-    """Show the KV cache, whatever Transformers calls it, in a forward's signature."""
-    signature = inspect.signature(forward)
-    *own, rest = signature.parameters.values()
-    cache = inspect.Parameter(CACHE, inspect.Parameter.KEYWORD_ONLY)
-    forward.__signature__ = signature.replace(parameters=[*own, cache, rest])
-    return forward
+class Remote(LlamaForCausalLM):
+    """Shows in its forward's signature what `generate` looks for there."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        signature = inspect.signature(cls.forward)
+        *own, rest = signature.parameters.values()
+        own = [one for one in own if one.name not in SHOWN]
+        more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in SHOWN]
+        shown = signature.replace(parameters=[*own, *more, rest])
+        cls.forward.__signature__ = shown  # type: ignore[attr-defined]
 
 
-class Slots(LlamaForCausalLM):
+class Slots(Remote):
     """Counts slots of the cache where it is given positions."""
 
-    @takes_cache
     def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
 
-class Padding(LlamaForCausalLM):
+class Padding(Remote):
     """Sees the first two tokens even where they are padding."""
 
-    @takes_cache
-    def forward(
-        self, *args: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
-    ) -> Any:
+    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = attention_mask.clone()
             attention_mask[:, :2] = 1
-        return super().forward(
-            *args, attention_mask=attention_mask, position_ids=position_ids, **kwargs
-        )
+        return super().forward(*args, attention_mask=attention_mask, **kwargs)
 
 
-class NoEmbeddings(LlamaForCausalLM):
+class NoEmbeddings(Remote):
     """Needs token ids."""
 
-    @takes_cache
-    def forward(
-        self, input_ids: Any = None, position_ids: Any = None, inputs_embeds: Any = None,
-        **kwargs: Any,
-    ) -> Any:  # fmt: skip
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **kwargs: Any) -> Any:
         if input_ids is None:
             raise KeyError("ids")
-        return super().forward(input_ids, position_ids=position_ids, **kwargs)
+        return super().forward(input_ids, **kwargs)
 
 
-class Transformed(LlamaForCausalLM):
+class Transformed(Remote):
     """Something stands between its decoder and its output embeddings."""
 
-    @takes_cache
-    def forward(
-        self, *args: Any, position_ids: Any = None, logits_to_keep: Any = 0, **kwargs: Any
-    ) -> Any:
-        output = self.model(
-            *args, position_ids=position_ids,
-            **{name: value for name, value in kwargs.items() if name != "return_dict"},
-        )  # fmt: skip
+    def forward(self, *args: Any, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
+        kwargs.pop("return_dict", None)
+        output = self.model(*args, **kwargs)
         output.logits = self.lm_head(output.last_hidden_state.roll(1, dims=-1))
         return output
 

@@ -12,6 +12,7 @@ from covering import covering
 from peft import LoraConfig, get_peft_model
 from processors import Shown
 from running import drafting, family
+from scipy import stats
 from test_method_contract import CASES, FIRST, adapted, strategy
 from transformers import (
     PreTrainedModel,
@@ -46,15 +47,19 @@ class StopRowAt(StoppingCriteria):
         return torch.tensor(ends) <= input_ids.shape[1] - self.width
 
 
+def stops(ids: torch.Tensor, *ends: int) -> StoppingCriteriaList:
+    """Ends the rows of a prompt after so many tokens."""
+    rows = [tuple(row) for row in ids.tolist()]
+    return StoppingCriteriaList([StopRowAt(ids.shape[1], dict(zip(rows, ends)))])
+
+
 def staggered(rows: int, longest: int = NEW) -> dict[str, Any]:
     """A ragged batch whose row i stops after its own number of tokens, the last one in the middle
     of the batch."""
     given = ragged(LENGTHS[:rows])
     ends = [1 + (7 * row + 1) % (longest - 4) for row in range(rows)]
     ends[rows // 2] = longest
-    keys = [tuple(row) for row in given["input_ids"].tolist()]
-    criterion = StopRowAt(given["input_ids"].shape[1], dict(zip(keys, ends)))
-    return {**given, "stopping_criteria": StoppingCriteriaList([criterion])}
+    return {**given, "stopping_criteria": stops(given["input_ids"], *ends)}
 
 
 @contextmanager
@@ -66,22 +71,15 @@ def forwards(model: PreTrainedModel) -> Iterator[list[int]]:
         inputs = kwargs.get("input_ids")
         sizes.append(len(kwargs["inputs_embeds"] if inputs is None else inputs))
 
-    handle = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(note, with_kwargs=True):
         yield sizes
-    finally:
-        handle.remove()
 
 
-def check_same(model: PreTrainedModel, spec: dict[str, Any], **kwargs: Any) -> list[int]:
-    """Batch sizes of our forwards, after comparing with plain generation."""
-    return check_equals(model.generate(**GREEDY, **kwargs).tolist(), model, spec, **kwargs)
-
-
-def check_equals(
-    plain: list[list[int]], model: PreTrainedModel, spec: dict[str, Any], **kwargs: Any
+def check_same(
+    model: PreTrainedModel, spec: dict[str, Any], plain: Any = None, **kwargs: Any
 ) -> list[int]:
-    """Batch sizes of our forwards, after comparing with these rows."""
+    """Batch sizes of our forwards, after comparing with plain generation, or with these rows."""
+    plain = plain or model.generate(**GREEDY, **kwargs).tolist()
     with forwards(model) as sizes:
         ours = model.generate(**GREEDY, **kwargs, **spec)
     assert ours.tolist() == plain
@@ -115,7 +113,7 @@ def test_greedy_equals_plain(fresh: Tiny, name: str, variant: str, rows: int) ->
     model = fresh("llama_tied")
     plain = plain_staggered("llama_tied", rows)
     with adapted(model, name, variant):
-        sizes = check_equals(plain, model, strategy(name, variant), **staggered(rows))
+        sizes = check_same(model, strategy(name, variant), plain, **staggered(rows))
     assert sizes[0] == rows and sizes[-1] < rows
     assert sizes == sorted(sizes, reverse=True)
     if rows == 16:
@@ -154,8 +152,7 @@ def test_sampling_keeps_the_distribution(fresh: Tiny) -> None:
     counts = torch.zeros(2, 64)
     torch.manual_seed(0)
     for leave in (0, 1):
-        ends = {tuple(looked_at): 3, tuple(leaving): 1 if leave else 3}
-        criteria = StoppingCriteriaList([StopRowAt(ids.shape[1], ends)])
+        criteria = stops(torch.tensor([leaving, looked_at]), 1 if leave else 3, 3)
         with forwards(model) as sizes:
             out = model.generate(ids, **settings, **LOOKUP, stopping_criteria=criteria)
         assert (sizes[1] == LOOKED_AT) == bool(leave)
@@ -163,10 +160,7 @@ def test_sampling_keeps_the_distribution(fresh: Tiny) -> None:
             first, second, third = map(allowed.index, row)
             counts[leave, 16 * first + 4 * second + third] += 1
     counts = counts[:, counts.sum(0) > 0]
-    expected = counts.sum(1, keepdim=True) * counts.sum(0) / counts.sum()
-    chi_square = ((counts - expected) ** 2 / expected).sum()
-    freedom = torch.tensor(counts.shape[1] - 1.0)
-    assert torch.special.gammaincc(freedom / 2, chi_square / 2) > FALSE_ALARM
+    assert stats.chi2_contingency(counts.numpy()).pvalue > FALSE_ALARM
 
 
 # -- who counts on the batch's size --------------------------------------------------------------
@@ -246,11 +240,11 @@ def test_steps_are_those_of_a_batch_that_stays(
         with adapted(model, name, variant), forwards(model) as sizes:
             out = model.generate(**staggered(8), **spec, **GREEDY, logits_processor=[shown])
         assert (sizes[-1] == 8) == (share == 2.0)
-        stats = hf_spec.last_stats(model).to_dict()
-        del stats["details"]["policy"]  # seconds
-        stats = {key: value for key, value in stats.items() if not key.endswith("seconds")}
+        counted = hf_spec.last_stats(model).to_dict()
+        del counted["details"]["policy"]  # seconds
+        counted = {key: value for key, value in counted.items() if not key.endswith("seconds")}
         new = int((out[:, max(LENGTHS) :] != PAD).sum())
-        assert stats["num_generated_tokens"] == new
-        assert stats["num_row_steps"] < 8 * stats["num_steps"]
-        found.append((stats, shown.ids))
+        assert counted["num_generated_tokens"] == new
+        assert counted["num_row_steps"] < 8 * counted["num_steps"]
+        found.append((counted, shown.ids))
     assert found[0] == found[1]

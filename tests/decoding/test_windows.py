@@ -96,11 +96,9 @@ def test_conversations(kind: str) -> None:
     model, few = MODELS[kind](), {**GREEDY, "max_new_tokens": 12}
     returned = {**few, "return_dict_in_generate": True}
     for lengths in ((50,), (50, 8, 41)):
-        batch = ragged(lengths)
-        ids, mask = batch["input_ids"], batch["attention_mask"]
+        ids, mask = ragged(lengths).values()
         cache: Any = None
-        plain_cache: Any = DynamicCache(config=model.config)
-        filled: Any = DynamicCache(config=model.config)
+        plain_cache, filled = (DynamicCache(config=model.config) for _ in range(2))
         for turn in range(4):
             whole = {"input_ids": ids, "attention_mask": mask}
             plain = model.generate(**whole, **returned, **{CACHE: plain_cache})
@@ -120,9 +118,7 @@ def test_conversations(kind: str) -> None:
             mask = torch.cat([mask, torch.ones(len(ids), 12 + 9).long()], 1)
             cache.count_appended()
         for _ in range(2):  # also once more: the answer is cut off
-            expected = model.generate(ids, attention_mask=mask, **few)
-            again = model.generate(ids, attention_mask=mask, **few, **LOOKUP, **{CACHE: cache})
-            assert again.tolist() == expected.tolist()
+            check_same(model, {**LOOKUP, CACHE: cache}, ids, attention_mask=mask, **few)
 
 
 def test_what_a_window_has_dropped_is_refused() -> None:

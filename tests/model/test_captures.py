@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,18 +50,14 @@ class Cuda:
     """
 
     def __init__(self) -> None:
-        self.current, self.log, self._made = Stream(name="main"), list[str](), 0
-        self.broken = False
-
-    def _name(self, kind: str) -> str:
-        self._made += 1
-        return f"{kind} {self._made}"
+        self.current, self.log, self.broken = Stream(name="main"), list[str](), False
+        self.numbers = count(1)
 
     def graph_pool_handle(self) -> str:
-        return self._name("pool")
+        return f"pool {next(self.numbers)}"
 
     def Stream(self, device: Any) -> Stream:
-        return Stream(name=self._name("stream"))
+        return Stream(name=f"stream {next(self.numbers)}")
 
     def current_stream(self, device: Any) -> Stream:
         return self.current
@@ -89,13 +86,17 @@ class Cuda:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     found = Cuda()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "cuda", found)
-        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-            patch.setattr(torch._C, name, getattr(found, name), raising=False)
-        yield found
+    monkeypatch.setattr(torch, "cuda", found)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, getattr(found, name), raising=False)
+    return found
+
+
+@pytest.fixture
+def graphs(cuda: Cuda) -> CudaGraphs:
+    return CudaGraphs(torch.device("cpu"))
 
 
 def added(x: Tensor) -> tuple[Tensor, ...]:
@@ -106,10 +107,10 @@ def recorded(graphs: CudaGraphs, function: Any = added) -> Any:
     return Captured(graphs, function, [torch.zeros(2)], 0)
 
 
-def test_nothing_but_captures_runs_on_their_stream(cuda: Cuda) -> None:
+def test_nothing_but_captures_runs_on_their_stream(cuda: Cuda, graphs: CudaGraphs) -> None:
     """PyTorch frees the workspace that cuBLAS has for a stream when a graph of this stream goes; it
     is memory of the graphs' pool only if no eager code has asked for it before."""
-    ran, graphs = list[str](), CudaGraphs(torch.device("cpu"))
+    ran = list[str]()
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
         ran.append(cuda.current.name)
@@ -122,9 +123,8 @@ def test_nothing_but_captures_runs_on_their_stream(cuda: Cuda) -> None:
     assert cuda.log == [f"{graphs.pool} on {graphs.stream.name}", "captured"] * 2
 
 
-def test_a_pool_ends_with_its_last_graph(cuda: Cuda) -> None:
+def test_a_pool_ends_with_its_last_graph(graphs: CudaGraphs) -> None:
     """PyTorch takes no further graph for such a pool."""
-    graphs = CudaGraphs(torch.device("cpu"))
     first = recorded(graphs)
     pool, second = graphs.pool, recorded(graphs)
     del first
@@ -135,8 +135,8 @@ def test_a_pool_ends_with_its_last_graph(cuda: Cuda) -> None:
     assert graphs.pool != pool
 
 
-def test_another_try_where_caches_fill_the_memory(cuda: Cuda) -> None:
-    graphs, left = CudaGraphs(torch.device("cpu")), list[Exception]()
+def test_another_try_where_caches_fill_the_memory(cuda: Cuda, graphs: CudaGraphs) -> None:
+    left = list[Exception]()
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
         if left and cuda.current.name != "main":
@@ -152,10 +152,9 @@ def test_another_try_where_caches_fill_the_memory(cuda: Cuda) -> None:
     assert not left
 
 
-def test_what_a_capture_leaves_that_cuda_has_ended(cuda: Cuda) -> None:
+def test_what_a_capture_leaves_that_cuda_has_ended(cuda: Cuda, graphs: CudaGraphs) -> None:
     """Nothing: its pool serves and keeps no more than before, and a capture that ends as it should
     ends what has begun for random numbers, also of earlier graphs."""
-    graphs = CudaGraphs(torch.device("cpu"))
     kept, pool = recorded(graphs), graphs.pool
     cuda.log.clear()
 

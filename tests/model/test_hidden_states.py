@@ -37,16 +37,19 @@ def test_the_decoder_of_models_that_name_another_module(architecture: str) -> No
 
 
 def test_scales_and_soft_caps_count(fresh: Tiny) -> None:
-    """`output_logits` leaves them out."""
+    """`output_logits` leaves them out. Biases of the head count for nothing."""
+    for architecture in ("llama", "gpt2", "phi", "opt", "gemma3", "cohere2"):
+        assert not shapes_logits(fresh(architecture)), architecture  # cohere2: a scale of 1
+    assert shapes_logits(fresh("llama").to(torch.bfloat16)) is False
     hidden = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
-    model = fresh("cohere2")
-    model.logit_scale = 0.25
+    scaled, capped = fresh("cohere2"), fresh("gemma2")
+    scaled.logit_scale = 0.25
+    assert shapes_logits(scaled) and shapes_logits(capped)
+    cap = capped.config.final_logit_softcapping = 2.0
     with torch.no_grad():
-        assert torch.equal(model_logits(model, hidden), 0.25 * output_logits(model, hidden))
-        model = fresh("gemma2")
-        cap = model.config.final_logit_softcapping = 2.0
-        expected = cap * torch.tanh(output_logits(model, hidden) / cap)
-        torch.testing.assert_close(model_logits(model, hidden), expected)
+        assert torch.equal(model_logits(scaled, hidden), 0.25 * output_logits(scaled, hidden))
+        expected = cap * torch.tanh(output_logits(capped, hidden) / cap)
+        torch.testing.assert_close(model_logits(capped, hidden), expected)
 
 
 def test_what_was_there_still_runs_and_gradients_flow(fresh: Tiny) -> None:
@@ -68,14 +71,3 @@ def test_what_was_there_still_runs_and_gradients_flow(fresh: Tiny) -> None:
     with pytest.raises(RuntimeError, match="a patched module ran"):
         model(prompt())
     assert model_logits(model, hidden).shape == (1, 2, 61)
-
-
-def test_who_shapes_its_logits(fresh: Tiny) -> None:
-    """Scales and soft caps count, biases of the head do not; it is found out once for a model."""
-    for architecture in ("llama", "gpt2", "phi", "opt", "gemma3", "cohere2"):
-        assert not shapes_logits(fresh(architecture)), architecture  # cohere2: a scale of 1
-    capped, scaled = fresh("gemma2"), fresh("cohere2")
-    assert capped.config.final_logit_softcapping == 30.0
-    scaled.logit_scale = 0.5
-    assert shapes_logits(capped) and shapes_logits(scaled)
-    assert shapes_logits(fresh("llama").to(torch.bfloat16)) is False

@@ -1,12 +1,12 @@
 """The dtype that the command line chooses, from what the device computes with."""
 
 import logging
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from conftest import prompt
+from conftest import Tiny, prompt
 
 from hf_spec.model import instructions
 from hf_spec.tools import loading
@@ -14,30 +14,35 @@ from hf_spec.tools import loading
 pytestmark = pytest.mark.instructions
 
 
+@pytest.fixture
+def supported(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Dtypes that the CPU has instructions for: none at first."""
+    names: set[str] = set()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    for name in ("bf16", "fp16"):
+        known = partial(names.__contains__, name)
+        monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", known, raising=False)
+    instructions._warn.cache_clear()
+    yield names
+    instructions._warn.cache_clear()
+
+
 @pytest.mark.parametrize(
-    ("device", "supported", "wanted"),
-    [("cpu", True, "bfloat16"), ("cpu", False, "float32"), ("cuda:1", False, "bfloat16")],
+    ("device", "names", "wanted"),
+    [("cpu", {"bf16"}, "bfloat16"), ("cpu", set(), "float32"), ("cuda:1", set(), "bfloat16")],
 )
 def test_native_dtype(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: str,
-    supported: bool, wanted: str,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    monkeypatch.setattr(
-        torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False
-    )
+    supported: set[str], caplog: pytest.LogCaptureFixture, device: str, names: set[str], wanted: str
+) -> None:
+    supported.update(names)
     with caplog.at_level(logging.WARNING):
         assert loading.native_dtype(device) == wanted
     assert ("no instructions for bfloat16" in caplog.text) == (wanted == "float32")
 
 
 def test_a_dtype_without_instructions_is_warned_of_once(
-    fresh: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fresh: Tiny, supported: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    for known in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
-        monkeypatch.setattr(torch.ops.mkldnn, known, lambda: False, raising=False)
-    instructions._warn.cache_clear()
     model = fresh("llama")
 
     def warnings(dtype: torch.dtype) -> list[str]:
@@ -54,20 +59,16 @@ def test_a_dtype_without_instructions_is_warned_of_once(
     model.is_quantized = False
     (line,) = warnings(torch.float16)
     assert "no instructions for float16" in line
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True, raising=False)
+    supported.add("bf16")
     instructions._warn.cache_clear()
     assert warnings(torch.bfloat16) == []
-    instructions._warn.cache_clear()
 
 
 @pytest.mark.parametrize("way", ["around the call", "in the forward"])
 def test_autocast_without_instructions_is_warned_of(
-    fresh: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+    fresh: Tiny, supported: set[str], caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
     """The parameters are float32; accelerate turns it on within the forward."""
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False, raising=False)
-    instructions._warn.cache_clear()
     model, casts = fresh("llama"), torch.autocast("cpu", torch.bfloat16)
     call = partial(model.generate, prompt(), max_new_tokens=2, assistant_strategy="prompt_lookup")
     call()
@@ -78,4 +79,3 @@ def test_autocast_without_instructions_is_warned_of(
         call = casts(call)
     call()
     assert "no instructions for bfloat16" in caplog.text and "turn autocast off" in caplog.text
-    instructions._warn.cache_clear()

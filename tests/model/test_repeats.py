@@ -83,11 +83,10 @@ def test_equal_parts_are_compiled_once(views: bool) -> None:
 
 def test_layers_that_differ_in_a_number() -> None:
     """Every third layer is another; the period is then three layers."""
-    layers = [Layer(3.0 if index % 3 == 2 else 2.0) for index in range(LAYERS)]
-    function, inputs, graph = captured(layers)
-    code = compile_once(graph, lambda part, _: part)
-    assert code is not None
-    check(code, function, inputs)
+    function, inputs, graph = captured(
+        [Layer(3.0 if index % 3 == 2 else 2.0) for index in range(LAYERS)]
+    )
+    check(compile_once(graph, lambda part, _: part), function, inputs)
 
 
 @torch.no_grad()
@@ -107,7 +106,6 @@ def test_parts_that_read_what_overlaps() -> None:
     code = compile_once(
         traced(function, inputs), lambda part, _: (compiled.append(part), part)[1]
     )  # fmt: skip
-    assert code is not None
     expected = function(*(one.clone() for one in inputs))
     torch.testing.assert_close(code(*inputs), expected, rtol=0, atol=0)
     assert len(compiled) <= 4

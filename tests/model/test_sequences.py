@@ -34,13 +34,15 @@ RECURRENT = sorted(CONFIGS)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-def learned(model: PreTrainedModel, slots: int, seed: int = 0) -> ProbeInputs:
-    generator = torch.Generator().manual_seed(seed)
+def learned(model: PreTrainedModel, slots: int = 0) -> ProbeInputs:
+    generator = torch.Generator().manual_seed(0)
     hidden = model.get_input_embeddings().weight.shape[1]
+    embeddings = torch.randn(len(GROUP), hidden, generator=generator)
+    if not slots:
+        return ProbeInputs(embeddings)
     layers, heads, dim = kv_shape(model)
     states = torch.randn(layers, 2, heads, slots, dim, generator=generator)
-    front = [(keys, values) for keys, values in states.unbind(0)] if slots else []
-    return ProbeInputs(torch.randn(len(GROUP), hidden, generator=generator), front)
+    return ProbeInputs(embeddings, [(keys, values) for keys, values in states])
 
 
 def decoded(
@@ -97,9 +99,7 @@ def test_training_runs_what_decoding_runs(
 def test_inputs_of_every_layer(architecture: str) -> None:
     """Models that look them up by token ids, which probes have none of."""
     model = build(architecture)
-    hidden = model.get_input_embeddings().weight.shape[1]
-    generator = torch.Generator().manual_seed(0)
-    inputs = ProbeInputs(torch.randn(len(GROUP), hidden, generator=generator))
+    inputs = learned(model)
     ids, anchors = prompt(14), torch.tensor([[3, 9, 13]])
     runs = [probe_sequences(model, ids, None, anchors, GROUP, inputs, fixed) for fixed in (1, 0)]
     for column, anchor in enumerate(anchors[0].tolist()):
@@ -115,11 +115,8 @@ def test_inputs_of_every_layer(architecture: str) -> None:
 def test_recurrent_models(kind: str, frozen: bool) -> None:
     """A causal group is what would follow its anchor: the model's own forward is the oracle."""
     model = shared_recurrent(kind)
-    embed = model.get_input_embeddings()
-    generator = torch.Generator().manual_seed(0)
-    embeddings = torch.randn(len(GROUP), embed.weight.shape[1], generator=generator)
-    embeddings.requires_grad_(True)
-    inputs = ProbeInputs(embeddings, [])
+    embed, inputs = model.get_input_embeddings(), learned(model)
+    embeddings = inputs.embeddings.requires_grad_(True)
     ids, anchors = prompt(10, 2), torch.tensor([[3, 7], [2, 9]])
     padded = torch.cat([torch.zeros(2, 2, dtype=torch.long), ids], dim=1)
     mask = torch.tensor([[0, 0] + [1] * 10] * 2)

@@ -8,6 +8,7 @@ import functools
 import math
 import random
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,12 +23,6 @@ from hf_spec.policy.learned import Learned
 from hf_spec.policy.step_policy import StepPolicy
 
 DEPTH = 6
-
-
-class NoProbes:
-    """A drafter without probes."""
-
-    group, distances = ProbeGroup.causal(0), 0
 
 
 @functools.cache
@@ -59,7 +54,7 @@ def speedup(
             None if the strategy's trees are fixed.
         noise: standard deviation of the logarithm of times.
     """
-    drafter: Any = NoProbes()
+    drafter: Any = SimpleNamespace(group=ProbeGroup.causal(0), distances=0)  # without probes
     chain = range(DEPTH + 1)
     probs = [1.0] * (DEPTH + 1) if promised is None else [promised**k for k in chain]
     row = Row([max(k - 1, 0) for k in chain], list(chain), probs)

@@ -9,7 +9,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import product
 from typing import Any
@@ -352,6 +352,10 @@ def test_threads_wait_for_each_other() -> None:
 # -- the loop ----------------------------------------------------------------------------------
 
 
+#: A model of its own, so that nothing is remembered; tokens per row of each of its forwards.
+Timed = tuple[Any, list[int]]
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
@@ -359,28 +363,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     return clock
 
 
-class Timed:
-    """Turns the clock at every forward of a model: 1 for a row, ``wide`` for several."""
-
-    def __init__(self, clock: FakeClock, wide: float):
-        self.clock, self.wide = clock, wide
-        self.rows: list[int] = []
-
-    def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
-        # With probes a forward is given embeddings.
-        given = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
-        self.rows.append(given.shape[1])
-        self.clock.now += 1.0 if self.rows[-1] == 1 else self.wide
-
-
 @pytest.fixture
-def timed(clock: FakeClock, fresh: Tiny) -> Iterator[Callable[[float], tuple[Any, Timed]]]:
-    """``timed(wide)``: a model of its own, so that nothing is remembered, and its forwards."""
+def timed(clock: FakeClock, fresh: Tiny) -> Callable[[float], Timed]:
+    """Forwards of one token per row turn the clock by 1, others by what is given."""
 
-    def make(wide: float) -> tuple[Any, Timed]:
-        model, timing = fresh("llama_tied"), Timed(clock, wide)
-        model.register_forward_pre_hook(timing, with_kwargs=True)
-        return model, timing
+    def make(wide: float) -> Timed:
+        model, widths = fresh("llama_tied"), list[int]()
+
+        def turn(module: Any, args: Any, kwargs: Any) -> None:
+            # With probes a forward is given embeddings.
+            given = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
+            widths.append(given.shape[1])
+            clock.now += 1.0 if widths[-1] == 1 else wide
+
+        model.register_forward_pre_hook(turn, with_kwargs=True)
+        return model, widths
 
     return make
 
@@ -407,66 +404,64 @@ GREEDY = {"max_new_tokens": 100, "do_sample": False, "return_dict_in_generate": 
     ),
 )
 def test_expensive_drafts_are_given_up(
-    timed: Callable[[float], tuple[Any, Timed]], name: str, lookup: bool, inputs: str
+    timed: Callable[[float], Timed], name: str, lookup: bool, inputs: str
 ) -> None:
     """A tree costs as much as 30 plain steps: whatever is accepted, drafting does not pay."""
     options = {"lookup": True} if lookup and name != "prompt_lookup" else {}
-    model, timing = timed(30.0)
+    model, widths = timed(30.0)
     if get_method(name).needs_adapter:
         torch.manual_seed(2)
         model.add_adapter(get_method(name).adapter_config())
     plain = model.generate(**INPUTS[inputs], **GREEDY)
-    timing.rows.clear()
+    widths.clear()
     out = model.generate(**INPUTS[inputs], **GREEDY, **as_it_pays(name, **options))
     assert out.sequences.tolist() == plain.sequences.tolist()
-    stats = out.spec_stats
-    report = stats.details["policy"]
+    stats, report = out.spec_stats, out.spec_stats.details["policy"]
     assert 0.3 < report["plain_seconds"] <= 1.001  # lent to smaller batches, it is a guess
     drafted = sum(one["count"] for one in report["steps"] if one["draft_tokens"])
     assert 0 < drafted < 0.25 * stats.num_steps  # space has many sizes to look at
     json.dumps(stats.to_dict())
     elsewhere = issubclass(get_method(name).drafter, ForwardDrafter)  # in a decoder of its own
     drafting = 0 if elsewhere else stats.num_draft_forwards
-    assert stats.num_steps + drafting == len(timing.rows)
+    assert stats.num_steps + drafting == len(widths)
     # Rows of one: plain steps that were chosen, empty drafts, and drafting.
-    assert timing.rows.count(1) >= stats.num_fallback_steps + drafting
+    assert widths.count(1) >= stats.num_fallback_steps + drafting
     assert sum(stats.accepted_histogram.values()) == stats.num_row_steps
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_drafting_resumes(
-    timed: Callable[[float], tuple[Any, Timed]], clock: FakeClock, monkeypatch: pytest.MonkeyPatch,
+    timed: Callable[[float], Timed], clock: FakeClock, monkeypatch: pytest.MonkeyPatch,
     name: str, inputs: str,
 ) -> None:  # fmt: skip
     """Drafts are wrong for 15 forwards; from then on they are the strategy's own."""
-    model, timing = timed(2.0)
-    drafter = get_method(name).drafter
-    propose = drafter.propose
+    model, widths = timed(2.0)
+    propose = get_method(name).drafter.propose
 
     def wrong_at_first(self: Any, state: Any) -> Any:
-        now, forwards = clock.now, len(timing.rows)
+        now, forwards = clock.now, len(widths)
         tree = propose(self, state)
         clock.now = now  # drafting takes no time here
-        del timing.rows[forwards:]
+        del widths[forwards:]
         if forwards < 15:
             wrong = torch.full_like(tree.drafted.tokens, PAD)  # which these models do not emit
             tree = tree.with_tokens(torch.cat([tree.tokens[:, :1], wrong[:, 1:]], dim=1))
         return tree
 
-    monkeypatch.setattr(drafter, "propose", wrong_at_first)
+    monkeypatch.setattr(get_method(name).drafter, "propose", wrong_at_first)
     plain = model.generate(**INPUTS[inputs], **GREEDY).sequences
     assert not (plain[:, 12:] == PAD).any()
-    timing.rows.clear()
+    widths.clear()
     out = model.generate(**INPUTS[inputs], **GREEDY, **as_it_pays(name))
     assert out.sequences.tolist() == plain.tolist()
-    kinds = "".join("p" if rows == 1 else "d" for rows in timing.rows[1:])
+    kinds = "".join("p" if width == 1 else "d" for width in widths[1:])
     pause = re.search("p{15,}", kinds)
     assert pause and "d" in kinds[: pause.start()]
     assert kinds[pause.end() :].count("d") > 3
 
 
-def test_seeded_sampling_equals_plain(timed: Callable[[float], tuple[Any, Timed]]) -> None:
+def test_seeded_sampling_equals_plain(timed: Callable[[float], Timed]) -> None:
     """One draw per emitted token at batch 1 under the match rule, whichever steps draft."""
     for name in STRATEGIES:
         model, _ = timed(4.0)
