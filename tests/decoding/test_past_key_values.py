@@ -12,9 +12,8 @@ import torch
 from adapter_oracle import lent
 from allocations import allocations
 from architectures import build
-from conftest import CLOSE, EOS, PAD, STRATEGIES, Tiny, check_same, plainly, prompt, ragged
+from conftest import CLOSE, EOS, PAD, STRATEGIES, Tiny, check_same, padded, plainly, prompt, ragged
 from covering import EVERY_CASE
-from random_cases import padded
 from running import CAPTURED, drafting
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
