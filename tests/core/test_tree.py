@@ -122,8 +122,8 @@ def test_likeliest_first_sorts_and_drops_what_is_impossible(seed: int) -> None:
 @pytest.mark.parametrize("shared", [False, True], ids=["computed", "known"])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("seed", range(8))
-def test_ancestors_of_trees_with_probes(seed: int, group: str, shared: bool) -> None:
-    """Also when the tree without them knew its own already."""
+def test_trees_with_probes(seed: int, group: str, shared: bool) -> None:
+    """Also when the tree without them knew its ancestors already."""
     rng, probes = random.Random(seed), GROUPS[group]
     rows = [random_row(rng, rng.randint(1, 7)) for _ in range(3)]
     bare = Tree.of_rows(rows, "cpu")
@@ -139,6 +139,15 @@ def test_ancestors_of_trees_with_probes(seed: int, group: str, shared: bool) -> 
         padding = [node for node in range(tree.num_nodes) if node not in real]
         assert not seen[real][:, padding].any()
         assert all(seen[node, node] for node in padding)  # nothing attends to nothing
+        assert tree.valid[row].nonzero()[:, 0].tolist() == real
+        made = [(node, kind) for node, most in enumerate(count) for kind in range(most)]
+        depths = [own.depths[node] + probes.offsets[kind] for node, kind in made]
+        given = tree.parents[row], tree.tokens[row], tree.depths[row]
+        found = [column[nodes : nodes + len(made)].tolist() for column in given]
+        assert [*zip(*found)] == [(*one, depth) for one, depth in zip(made, depths)]
+        for node, most in enumerate(count):
+            at = tree.probes_of(torch.full((3,), node))[row, :most] - nodes
+            assert [made[n] for n in at.tolist()] == [(node, kind) for kind in range(most)]
     drafted = tree.drafted
     assert torch.equal(drafted.ancestors, bare.ancestors)
     for name in ("tokens", "parents", "depths", "valid"):
