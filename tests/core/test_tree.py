@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_trees import GROUPS, path_to, random_row, random_tree, visible
+from random_trees import GROUPS, path_to, paths_of, random_row, random_tree, visible
 from torch import Tensor
 
 from hf_spec.core import verify
@@ -43,14 +43,6 @@ def prepared(rows: Sequence[Row]) -> Tree:
     parents, depths = column([row.parents for row in rows], 3), [row.depths for row in rows]
     tokens = column([row.tokens for row in rows], 60_000)
     return Tree.unpacked(Tree.packed(parents, column(depths, 7), tokens, logs))
-
-
-def paths_of(row: Row) -> dict[tuple[int, ...], float]:
-    """Each node's probability by the tokens on its path."""
-    return {
-        tuple(row.tokens[on] for on in path_to(row.parents, node)): row.probs[node]
-        for node in range(len(row.parents))
-    }
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -93,7 +85,6 @@ def test_trees_made_on_the_device_are_those_made_on_the_host(seed: int) -> None:
 def test_a_merged_tree_has_the_paths_of_both(seed: int) -> None:
     rng = random.Random(seed)
     one, two = (random_row(rng, rng.randint(1, 8), vocab=4) for _ in range(2))
-    two.tokens[0] = one.tokens[0]
     merged = one.merge(two)
     wanted = paths_of(one)
     for path, prob in paths_of(two).items():

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import randomise
+from adapter_oracle import Opaque, randomise
 from conftest import VOCAB, Tiny, prompt, ragged
 from running import drafting
-from torch import nn
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -31,24 +30,12 @@ def test_the_commonest_tokens() -> None:
     assert common_tokens([[]], 2, 9).tolist() == [0, 1]
 
 
-class Hidden(nn.Module):
-    """Output embeddings whose numbers cannot be seen, as a quantized module's."""
-
-    def __init__(self, inner: nn.Linear):
-        super().__init__()
-        self.__dict__["inner"] = inner
-        self.in_features, self.out_features = inner.in_features, inner.out_features
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.inner(hidden)
-
-
-@pytest.mark.parametrize("kind", ["llama", "llama_tied", "gpt2", "phi", "gemma2", "hidden"])
+@pytest.mark.parametrize("kind", ["llama", "llama_tied", "gpt2", "phi", "gemma2", "opaque"])
 def test_logits_are_columns_of_the_models(fresh: Tiny, kind: str) -> None:
     """Also with a bias (phi), a soft cap (gemma2) and numbers that cannot be seen."""
-    model: Any = fresh("llama" if kind == "hidden" else kind)
-    if kind == "hidden":
-        model.lm_head = Hidden(model.lm_head)
+    model: Any = fresh("llama" if kind == "opaque" else kind)
+    if kind == "opaque":
+        model.lm_head = Opaque(model.lm_head)
     if kind == "gemma2":
         model.config.final_logit_softcapping = 2.0
     if kind == "phi":
