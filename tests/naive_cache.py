@@ -15,6 +15,7 @@ from hf_spec.cache.buffers import ALIGNMENT
 from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.tree import Tree
+from modeling_patches.cache_name import CACHE
 
 #: (heads, key dim, value dim) of each layer.
 Spec = tuple[int, int, int]
@@ -183,6 +184,17 @@ def dynamic(states: Sequence[tuple[Tensor, Tensor]], windows: Sequence[int | Non
         window = windows[layer] if windows else None
         cache.layers.append(DynamicSlidingWindowLayer(window) if window else DynamicLayer())
     write(cache, states)
+    return cache
+
+
+@torch.no_grad()
+def prefilled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> DynamicCache:
+    """What Transformers' cache holds after a batch of prompts."""
+    cache, positions = DynamicCache(config=model.config), attention_mask.cumsum(-1) - 1
+    model(
+        input_ids, attention_mask=attention_mask, position_ids=positions.clamp(min=0),
+        use_cache=True, **{CACHE: cache},
+    )  # fmt: skip
     return cache
 
 
