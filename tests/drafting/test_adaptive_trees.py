@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import Embeddings, randomise
+from adapter_oracle import Embeddings, added
 from conftest import VOCAB, Tiny, ragged
 from random_trees import paths_of
+from running import drafting
 from torch import Tensor
 
 import hf_spec
@@ -184,8 +185,8 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
 ) -> None:
     monkeypatch.setattr(predictions, "SHORTLIST", VOCAB)  # the search below knows of none
     model = fresh("llama")
-    model.add_adapter(hf_spec.MedusaConfig(num_heads=3, markov_rank=rank))
-    weights = randomise(model, "MEDUSA", std=0.5)
+    config = hf_spec.MedusaConfig(num_heads=3, markov_rank=rank)
+    weights = added(model, config, std=0.5).tensors()
     drafter, checked = methods()["medusa"].drafter, []
     propose = drafter.propose
 
@@ -210,7 +211,7 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
     monkeypatch.setattr(drafter, "propose", watched)
     with torch.no_grad():
         model.generate(
-            **ragged(), max_new_tokens=12, do_sample=False, assistant_strategy="medusa",
-            assistant_kwargs={"num_draft_tokens": 6, "drafting": "always"},
+            **ragged(), max_new_tokens=12, do_sample=False,
+            **drafting("medusa", num_draft_tokens=6),
         )  # fmt: skip
     assert checked.count(6) > 10
