@@ -172,6 +172,18 @@ def hooked(model: Any) -> int:
     return sum(type(hook).__module__ == "modeling_patches.low_rank" for hook in hooks)
 
 
+class Opaque(torch.nn.Module):
+    """A linear module whose numbers cannot be seen, as those of a quantized one, or of a share."""
+
+    def __init__(self, inner: torch.nn.Linear, bias: Tensor | None = None):
+        super().__init__()
+        self.__dict__["inner"] = inner
+        self.in_features, self.out_features, self.bias = inner.in_features, inner.out_features, bias
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.inner(states) + (0 if self.bias is None else self.bias)
+
+
 class Embeddings(torch.nn.Module):
     """What a Markov head uses of a base model.
 

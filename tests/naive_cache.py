@@ -2,7 +2,9 @@
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
 import torch
 from random_trees import path_to, random_tree
 from torch import Tensor
@@ -13,6 +15,7 @@ from hf_spec.cache.buffers import ALIGNMENT
 from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.tree import Tree
+from modeling_patches.cache_name import CACHE
 
 #: (heads, key dim, value dim) of each layer.
 Spec = tuple[int, int, int]
@@ -163,13 +166,35 @@ def random_states(
     ]
 
 
+def write(cache: Any, states: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Update each layer with its states; gives what attention sees."""
+    return [cache.update(*both, layer) for layer, both in enumerate(states)]
+
+
+def small_buffers(patch: pytest.MonkeyPatch, **sizes: float) -> None:
+    """Buffers that are soon too small, two for all layers that are alike."""
+    for name, value in {"GROWTH": 1, "LARGE": 0, "SHARE": 0.5, **sizes}.items():
+        patch.setattr(f"hf_spec.cache.buffers.{name}", value)
+
+
 def dynamic(states: Sequence[tuple[Tensor, Tensor]], windows: Sequence[int | None] = ()):
     """A DynamicCache that saw these states; ``windows`` names sliding layers."""
     cache = DynamicCache()
-    for layer, (keys, values) in enumerate(states):
+    for layer in range(len(states)):
         window = windows[layer] if windows else None
         cache.layers.append(DynamicSlidingWindowLayer(window) if window else DynamicLayer())
-        cache.update(keys, values, layer)
+    write(cache, states)
+    return cache
+
+
+@torch.no_grad()
+def prefilled(model: Any, input_ids: Tensor, attention_mask: Tensor) -> DynamicCache:
+    """What Transformers' cache holds after a batch of prompts."""
+    cache, positions = DynamicCache(config=model.config), attention_mask.cumsum(-1) - 1
+    model(
+        input_ids, attention_mask=attention_mask, position_ids=positions.clamp(min=0),
+        use_cache=True, **{CACHE: cache},
+    )  # fmt: skip
     return cache
 
 
@@ -191,7 +216,3 @@ def chain(cache: TreeCache, nodes: int) -> Tree:
 
 def buffers(cache: TreeCache) -> list[int]:
     return [tensor.data_ptr() for layer in cache.layers for tensor in (layer.keys, layer.values)]
-
-
-def uniform(rows: int = 2, capacity: int = 64) -> Pair:
-    return Pair(SPECS["layers differ"], [5] * rows, capacity, seed=0)

@@ -42,6 +42,14 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
     return path[::-1]
 
 
+def paths_of(row: Row) -> dict[tuple[int, ...], float]:
+    """Each node's probability by the tokens on its path below the root; the root's is empty."""
+    return {
+        tuple(row.tokens[on] for on in path_to(row.parents, node)[1:]): row.probs[node]
+        for node in range(len(row.parents))
+    }
+
+
 def visible(
     parents: Sequence[int], group: ProbeGroup | None = None, counts: Sequence[int] = ()
 ) -> list[list[bool]]:

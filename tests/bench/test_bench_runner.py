@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from adapter_oracle import added
 from running import drafting
 from tiny_checkpoint import CONTEXT, make_model, make_tokenizer, save_checkpoint, write_prompts
 
@@ -172,11 +173,7 @@ def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(
     """And both are measured with the update in the weights, which are put back in the end."""
     model = make_model()
     before = [plain_tokens(model, tokenizer, prompt) for prompt in prompts[:2]]
-    torch.manual_seed(0)
-    model.add_adapter(hf_spec.SpaceConfig(num_mask_tokens=2, update="lora"), "tuned")
-    with torch.no_grad():
-        for parameter in model.spec_modules.parameters():
-            parameter.normal_(std=0.2)
+    added(model, hf_spec.SpaceConfig(num_mask_tokens=2, update="lora"), "tuned", std=0.2)
     after = [plain_tokens(model, tokenizer, prompt) for prompt in prompts[:2]]
     assert before != after
     original = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -269,6 +266,4 @@ def test_assistants(tmp_path, capsys):
     assert rows[alone]["identical"] == rows[other]["identical"] == 2
     assert rows["draft_model@small"]["stats"]["num_draft_forwards"] > 0
     batched = [run["strategy"] for run in overall if run["batch_size"] == 2]  # stock takes a row
-    assert batched == ["generate", "draft_model@small", "draft_model@smaller"], (
-        "stock takes one row"
-    )
+    assert batched == ["generate", "draft_model@small", "draft_model@smaller"]

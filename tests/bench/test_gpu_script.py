@@ -59,6 +59,19 @@ def test_every_part_runs(
         gpu.main([*words, "--rates", "0.5"])
 
 
+def measured(
+    gpu: Any, folder: Path, program: str, names: str, minutes: str = "1"
+) -> tuple[Any, list[int]]:
+    """Results of cells that another process measures, and how many each of its starts had left."""
+    args, begun = gpu.parse(["--output", str(folder / "gpu.json"), "--minutes", minutes]), []
+
+    def source(left: Any, ends: float) -> Any:
+        begun.append(len(left))
+        return gpu.in_another_process([sys.executable, "-c", program], left, ends)
+
+    return gpu.measure(args, [gpu.Cell(name) for name in names], source), begun
+
+
 @pytest.mark.parametrize(
     ("then", "error"),
     [
@@ -73,15 +86,7 @@ def test_a_row_that_hangs_or_ends_the_process(
     """It is given up, and the next process goes on behind it."""
     gpu: Any = load_script("gpu")
     monkeypatch.setattr(gpu, "limit_of", lambda cell: 1.0)
-    args = gpu.parse(["--output", str(tmp_path / "gpu.json"), "--minutes", "1"])
-    cells = [gpu.Cell(name) for name in "abcd"]
-    command, begun = [sys.executable, "-c", PROCESS + then], []
-
-    def source(left: Any, ends: float) -> Any:
-        begun.append(len(left))
-        return gpu.in_another_process(command, left, ends)
-
-    results = gpu.measure(args, cells, source)
+    results, begun = measured(gpu, tmp_path, PROCESS + then, "abcd")
     assert begun == [4, 2] and results["left"] == 0
     found = [row.get("error") for row in results["rows"]]
     assert found[::2] == [None, None]
@@ -91,23 +96,11 @@ def test_a_row_that_hangs_or_ends_the_process(
 
 def test_the_time_is_kept(tmp_path: Path) -> None:
     """What is not done then has no row, so that the same command goes on with it."""
-    gpu: Any = load_script("gpu")
-    args = gpu.parse(["--output", str(tmp_path / "gpu.json"), "--minutes", "0.05"])
-    command = [sys.executable, "-c", PROCESS + "time.sleep(60)"]
-    start = time.monotonic()
-    results = gpu.measure(
-        args, [gpu.Cell(name) for name in "ab"],
-        lambda left, ends: gpu.in_another_process(command, left, ends),
-    )  # fmt: skip
+    start, program = time.monotonic(), PROCESS + "time.sleep(60)"
+    results, _ = measured(load_script("gpu"), tmp_path, program, "ab", minutes="0.05")
     assert time.monotonic() - start < 20 and results["left"] == 2 - len(results["rows"]) >= 1
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
-    gpu: Any = load_script("gpu")
-    args = gpu.parse(["--output", str(tmp_path / "gpu.json")])
-    command = [sys.executable, "-c", "import sys; sys.exit(1)"]
     with pytest.raises(SystemExit, match="cannot measure: its process ended with 1"):
-        gpu.measure(
-            args, [gpu.Cell("a")],
-            lambda left, ends: gpu.in_another_process(command, left, ends),
-        )  # fmt: skip
+        measured(load_script("gpu"), tmp_path, "import sys; sys.exit(1)", "a")

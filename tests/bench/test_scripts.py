@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapter_oracle import added
 from peft import get_peft_model
 from scripts import base_answers_and_prompts, commands_here, few_texts, load_script
 from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_prompts
@@ -133,10 +134,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, config in configs.items():
         model = AutoModelForCausalLM.from_pretrained(base)
         get_peft_model(model, config).save_pretrained(folder / name)
-    demo = Path(hf_spec.__file__).parent / "tools" / "demo"
     own = {name: folder / name for name in configs}
     own["few"] = write_prompts(folder / "few.jsonl", [{"prompt": "abab" * 5, "question_id": 8}])
-    return {"base": base, "answers": answers, "prompts": prompts, "demo": demo, **own}
+    return {"base": base, "answers": answers, "prompts": prompts, **own}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -276,11 +276,7 @@ def test_space_quality():
     script: Any = load_script("space_quality")
     prompts = [Prompt("abc abc", reference="abd"), Prompt("one two", reference="7 of 1,200")]
     model = make_model()
-    torch.manual_seed(0)
-    model.add_adapter(hf_spec.SpaceConfig(num_mask_tokens=2, update="lora"), "tuned")
-    with torch.no_grad():
-        for parameter in model.spec_modules.parameters():
-            parameter.normal_(std=0.2)
+    added(model, hf_spec.SpaceConfig(num_mask_tokens=2, update="lora"), "tuned", std=0.2)
     adapter = Adapter("at/tuned", "tuned", "space", {}, True)
     tuned = next(one for one in contenders(["space"], None, [adapter]) if one.name == one.baseline)
     found = script.scores(model, make_tokenizer(), prompts, [BASELINE, tuned], 8, batch_size=2)

@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_oracle import added
 from conftest import prompt
+from running import drafting
 from scripts import load_script
 from tiny_checkpoint import make_model
 
 import hf_spec
-from hf_spec.adapters.active import find_active
+from hf_spec.tools.demo.steps import StepStreamer
 
 IDS = prompt(9, seed=0)
 CONFIGS = {
@@ -20,29 +22,6 @@ CONFIGS = {
 }
 
 
-class Drafts:
-    """Sees the trees of a call."""
-
-    def __init__(self) -> None:
-        self.trees: list[Any] = []
-
-    def see_step(self, tree: Any, host: Any) -> None:
-        self.trees.append([part.tolist() for part in (tree.drafted.tokens, tree.drafted.parents)])
-
-    def put(self, tokens: Any) -> None: ...
-    def end(self) -> None: ...
-
-
-def randomized(model: Any, kind: str) -> None:
-    """Weights of an adapter that all matter, as those of norms that are not 1."""
-    adapter = find_active(model, kind)
-    assert adapter is not None
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_same_text_and_drafts(name: str) -> None:
     wide: Any = load_script("wide")
@@ -50,8 +29,7 @@ def test_the_same_text_and_drafts(name: str) -> None:
     with torch.no_grad():
         for norm in (small.model.norm, small.model.layers[0].input_layernorm):
             norm.weight.uniform_(0.5, 2.0)
-    small.add_adapter(CONFIGS[name], name)
-    randomized(small, name.upper())
+    added(small, CONFIGS[name], name, std=0.3)
     shape = wide.Shape(84, 4, 12, 3, 200)
     large = wide.widened(small, shape, torch.device("cpu"), torch.float32)
     wide.widen_adapter(name, small, large)
@@ -62,15 +40,15 @@ def test_the_same_text_and_drafts(name: str) -> None:
     assert large.num_parameters() > 5 * small.num_parameters()
     found = []
     for model in (small, large):
-        seen = Drafts()
+        seen = StepStreamer()
         output = model.generate(
             IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=16, do_sample=False,
-            eos_token_id=None, pad_token_id=0, assistant_strategy=name, streamer=seen,
-            assistant_kwargs={"drafting": "always", "lookup": False},
+            eos_token_id=None, pad_token_id=0, streamer=seen, **drafting(name, lookup=False),
         )  # fmt: skip
-        found.append((output.tolist(), seen.trees))
+        trees = [(step.tree, step.tokens, step.accepted) for step in seen.trees.values()]
+        found.append((output.tolist(), trees))
     assert found[0] == found[1]
-    assert any(len(tokens[0]) > 3 for tokens, _ in found[0][1])
+    assert any(len(tokens) > 3 for _, tokens, _ in found[0][1])
 
 
 @pytest.mark.parametrize("shape", [(16, 4, 12, 3, 200), (84, 4, 12, 12, 200)], ids=str)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from naive_cache import Pair, chain, dynamic, pack, random_states
+from naive_cache import Pair, chain, dynamic, pack, random_states, small_buffers, write
 
 from hf_spec.core import mask as masks
 
@@ -18,10 +18,9 @@ every_length = pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 
 
 @pytest.fixture(autouse=True)
-def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def buffers_soon_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rings that come round every few steps, and are soon too small for a block."""
-    for name, value in {"STEP": 1, "GROWTH": 1, "NODES": 1, "LARGE": 0, "SHARE": 0.5}.items():
-        monkeypatch.setattr(f"hf_spec.cache.buffers.{name}", value)
+    small_buffers(monkeypatch, STEP=1, NODES=1)
 
 
 @pytest.mark.parametrize("ends", [[0, 1, 5, 6, 7, 23]])
@@ -123,15 +122,14 @@ def test_outside_blocks_it_is_a_stock_cache(windows: str) -> None:
     generator = torch.Generator().manual_seed(1)
     for new in (1, 3, 40, 2, 1, 25):
         states = random_states(SPECS, rows, new, generator)
-        for layer, both in enumerate(states):
+        for layer in range(len(states)):
             assert cache.get_mask_sizes(new, layer) == stock.get_mask_sizes(new, layer)
-            for ours, theirs in zip(cache.update(*both, layer), stock.update(*both, layer)):
-                assert torch.equal(ours, theirs)
+        for ours, theirs in zip(write(cache, states), write(stock, states)):
+            assert all(map(torch.equal, ours, theirs))
         assert cache.get_seq_length() == stock.get_seq_length()
         if new == 2:  # a step in between
             cache.begin(chain(cache, 7))
-            for layer, both in enumerate(random_states(SPECS, rows, 7, generator)):
-                cache.update(*both, layer)
+            write(cache, random_states(SPECS, rows, 7, generator))
             cache.rollback()
 
 
@@ -141,7 +139,6 @@ def test_a_forward_that_failed_behind_some_layers() -> None:
     for count, length in ((1, 30), (12, 0)):
         cache = pack(dynamic(prompt, WINDOWS["some"]), None, 1)
         cache.states.reserve(40, 2, lambda cache=cache: cache.lengths)  # a room of 2
-        for layer, both in enumerate(random_states(SPECS, 1, count)[:2]):
-            cache.update(*both, layer)
+        write(cache, random_states(SPECS, 1, count)[:2])
         cache.count_appended()
         assert cache.host_lengths == [length]

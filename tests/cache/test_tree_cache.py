@@ -17,7 +17,8 @@ from naive_cache import (
     pack,
     random_states,
     row_of,
-    uniform,
+    small_buffers,
+    write,
 )  # fmt: skip
 from torch import Tensor
 from transformers import DynamicCache
@@ -31,16 +32,8 @@ from hf_spec.core.tree import Tree
 
 
 @pytest.fixture(autouse=True)
-def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers that are soon too small, two for all layers that are alike."""
-    for name, value in {
-        "STEP": ALIGNMENT,
-        "GROWTH": 1,
-        "NODES": 0,
-        "LARGE": 0,
-        "SHARE": 0.5,
-    }.items():
-        monkeypatch.setattr(f"hf_spec.cache.buffers.{name}", value)
+def buffers_soon_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_buffers(monkeypatch, STEP=ALIGNMENT, NODES=0)
 
 
 # -- speculative steps ---------------------------------------------------------------------------
@@ -155,15 +148,13 @@ def test_unpacked_it_is_the_cache_that_plain_generation_leaves(
     prompt, new = random_states(specs, 2, 6), random_states(specs, 2, 5)
     plain = dynamic(prompt, windows)
     for token in range(accepted):  # plain generation appends token by token
-        for layer, states in enumerate(new):
-            plain.update(*(s[:, :, token : token + 1] for s in states), layer)
+        write(plain, [tuple(s[:, :, token : token + 1] for s in states) for states in new])
 
     ours = dynamic(prompt, windows)
     layers = list(ours.layers)
     cache = pack(ours, None, 32)
     cache.begin(chain(cache, 5))
-    for layer, states in enumerate(new):
-        cache.update(*states, layer)
+    write(cache, new)
     cache.commit([accepted, accepted])
     unpack_into(cache, ours)
 
@@ -173,9 +164,9 @@ def test_unpacked_it_is_the_cache_that_plain_generation_leaves(
         assert mine.get_mask_sizes(1) == theirs.get_mask_sizes(1)
         for own, wanted in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
             assert torch.equal(own, wanted)
-    for layer, states in enumerate(random_states(specs, 2, 1)):
-        for own, wanted in zip(ours.update(*states, layer), plain.update(*states, layer)):
-            assert torch.equal(own, wanted)
+    more = random_states(specs, 2, 1)
+    for own, wanted in zip(write(ours, more), write(plain, more)):
+        assert all(map(torch.equal, own, wanted))
 
 
 def test_unpacking_fills_no_layer_twice_and_frees_each() -> None:
@@ -207,7 +198,7 @@ def test_unpacking_fills_no_layer_twice_and_frees_each() -> None:
 
 
 def test_outside_blocks_states_are_appended() -> None:
-    pair = uniform(capacity=1)
+    pair = Pair(SPECS["layers differ"], [5, 5], capacity=1, seed=0)
     cache = pair.cache
     for new in (1, 3, 40):  # more than the buffers hold
         states = pair.states(2, new)
@@ -222,43 +213,40 @@ def test_outside_blocks_states_are_appended() -> None:
     cache.rollback()
     pair.check()
     # A forward that failed behind some layers does not count.
-    for layer, both in enumerate(pair.states(2, 2)[:2]):
-        cache.update(*both, layer)
+    write(cache, pair.states(2, 2)[:2])
     assert cache.get_seq_length() == pair.naive.lengths[0]
     cache.count_appended()
     pair.check()
     pair.step(same_counts=True)
     # What was appended is there when the cache is changed.
     states = pair.states(2, 2)
-    for layer, both in enumerate(states):
-        cache.update(*both, layer)
+    write(cache, states)
     cache.batch_select_indices(torch.tensor([1]))
     pair.naive.accept(states, [range(2)] * 2)
     pair.naive.map_rows(lambda rows: [rows[1]])
     pair.check()
     states = pair.states(1, 3)
-    for layer, both in enumerate(states):
-        cache.update(*both, layer)
+    write(cache, states)
     cache.crop(-1)
     pair.accept(states, [range(2)])
 
 
-def test_rows_of_different_lengths_cannot_be_used_as_a_stock_cache() -> None:
-    pair = Pair(SPECS["equal"], [2, 4], capacity=32, seed=0)
-    message = r"rows of different lengths \[2, 4\].*assistant_strategy"
-    with pytest.raises(ValueError, match=message):
-        pair.cache.update(*pair.states(2, 1)[0], 0)
-    with pytest.raises(ValueError, match=message):
-        pair.cache.get_mask_sizes(1, 0)
-    pair.check()
+DIFFERENT = r"rows of different lengths \[2, 4\].*assistant_strategy"
+#: As beams and several answers to a prompt bring them to plain generation.
+OTHERS = "2 rows, a forward has {}.*batch_repeat_interleave"
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_a_forward_of_other_rows_than_a_stock_cache_has(rows: int) -> None:
-    """As beams and several answers to a prompt bring them to plain generation."""
-    pair = Pair(SPECS["equal"], [3, 3], capacity=32, seed=0)
-    with pytest.raises(ValueError, match=f"2 rows, a forward has {rows}.*batch_repeat_interleave"):
-        pair.cache.update(*pair.states(rows, 1)[0], 0)
+@pytest.mark.parametrize(
+    ("lengths", "rows", "message"),
+    [([2, 4], 2, DIFFERENT), ([3, 3], 1, OTHERS.format(1)), ([3, 3], 4, OTHERS.format(4))],
+)
+def test_what_a_stock_cache_cannot_do(lengths: list[int], rows: int, message: str) -> None:
+    pair = Pair(SPECS["equal"], lengths, capacity=32, seed=0)
+    with pytest.raises(ValueError, match=message):
+        write(pair.cache, pair.states(rows, 1))
+    if message == DIFFERENT:
+        with pytest.raises(ValueError, match=message):
+            pair.cache.get_mask_sizes(1, 0)
     pair.check()
 
 

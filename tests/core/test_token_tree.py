@@ -1,4 +1,4 @@
-"""TokenTree against its definition, node by node in Python."""
+"""TokenTree against its definition, node by node in Python; what it and dynamic trees refuse."""
 
 import itertools
 import random
@@ -8,6 +8,7 @@ import pytest
 from random_trees import random_tree
 
 from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.tree_states import TreeState, TreeStates
 
 PATHS = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 1]]
 
@@ -22,55 +23,66 @@ def test_from_paths_orders_nodes_by_depth_and_keeps_ranks() -> None:
     assert (len(tree), tree.num_draft_tokens, tree.max_depth) == (7, 6, 3)
 
 
-@pytest.mark.parametrize(
-    ("paths", "message"),
-    [
-        ([[0], []], r"path \[\]: the root is implied"),
-        ([[0], [-1]], r"path \[-1\]: ranks count from 0"),
-        ([[0], [0, -2]], r"path \[0, -2\]: ranks count from 0"),
-        ([[0], [0, 1], [0]], r"path \[0\] is given twice"),
-        ([[0], [1, 0]], r"path \[1, 0\]: its parent \[1\] is missing. Add it"),
-        ([[0, 0, 0], [0]], r"path \[0, 0, 0\]: its parent \[0, 0\] is missing"),
-        ([[rank] for rank in range(20_000)], "a tree with more than 1024 draft tokens"),
-        ([5], "path 5: give a list of ranks"),
-        (["01"], "path '01': give a list of ranks"),
-        ([[None]], "ranks are whole numbers, None is not"),
-        ([[0.5]], r"ranks are whole numbers, 0\.5 is not"),
-        ([[0], [0] * 20_000], r"path \[0, 0, 0, 0, 0, 0, 0, 0\] ...: at most 1024 ranks"),
-    ],
-)
-def test_bad_paths_are_named(paths: list[Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TokenTree.from_paths(paths)
+def states(*given: Any) -> TreeStates:
+    """Of ``(paths, probes)``."""
+    return TreeStates(
+        tuple(TreeState(TokenTree.from_paths(paths), probes) for paths, probes in given)
+    )
 
 
 @pytest.mark.parametrize(
-    ("parents", "ranks", "message"),
+    ("make", "given", "message"),
     [
-        ((), (), r"parents\[0\] must be -1"),
-        ((0, 0), (), r"parents\[0\] must be -1"),
-        ((-1, 1), (), r"parents\[1\]=1: a parent stands before its child.*0\.\.0"),
-        ((-1, 0, 3, 0), (), r"parents\[2\]=3.*0\.\.1"),
-        ((-1, -1), (), r"parents\[1\]=-1"),
-        ((-1, 0), (0,), "1 ranks for 2 nodes"),
-        ((-1, 0), (0, -1), r"ranks\[1\]=-1: ranks count from 0"),
-        ((-1, 0, 0), (0, 2, 2), "node 2: node 0 has two children of rank 2"),
+        (TokenTree.from_paths, [paths], message) for paths, message in (
+            ([[0], []], r"path \[\]: the root is implied"),
+            ([[0], [-1]], r"path \[-1\]: ranks count from 0"),
+            ([[0], [0, -2]], r"path \[0, -2\]: ranks count from 0"),
+            ([[0], [0, 1], [0]], r"path \[0\] is given twice"),
+            ([[0], [1, 0]], r"path \[1, 0\]: its parent \[1\] is missing. Add it"),
+            ([[0, 0, 0], [0]], r"path \[0, 0, 0\]: its parent \[0, 0\] is missing"),
+            ([[rank] for rank in range(20_000)], "a tree with more than 1024 draft tokens"),
+            ([5], "path 5: give a list of ranks"),
+            (["01"], "path '01': give a list of ranks"),
+            ([[None]], "ranks are whole numbers, None is not"),
+            ([[0.5]], r"ranks are whole numbers, 0\.5 is not"),
+            ([[0], [0] * 20_000], r"path \[0, 0, 0, 0, 0, 0, 0, 0\] ...: at most 1024 ranks"),
+        )
+    ] + [
+        (TokenTree, given, message) for *given, message in (
+            ((), r"parents\[0\] must be -1"),
+            ((0, 0), r"parents\[0\] must be -1"),
+            ((-1, 1), r"parents\[1\]=1: a parent stands before its child.*0\.\.0"),
+            ((-1, 0, 3, 0), r"parents\[2\]=3.*0\.\.1"),
+            ((-1, -1), r"parents\[1\]=-1"),
+            ((-1, 0), (0,), "1 ranks for 2 nodes"),
+            ((-1, 0), (0, -1), r"ranks\[1\]=-1: ranks count from 0"),
+            ((-1, 0, 0), (0, 2, 2), "node 2: node 0 has two children of rank 2"),
+            ((-1, *[0] * 19_999), "20000 nodes: a tree has at most 2048"),
+        )
+    ] + [
+        (TokenTree.chain, [19_999], "20000 nodes: a tree has at most 2048"),
+    ] + [
+        (states, given, message) for *given, message in (
+            ("0 states: .* and at most 256 more",),
+            (([], []), "1 nodes"),
+            (([], [-1]), "from 0"),
+            (([], [True]), "from 0"),
+            (([], [1]), "states up to 0"),
+            (([[0]], [0, 0]), "state 0 has draft tokens at depth 1"),
+            (*[([], [0])] * 9999, "9999 states: .* and at most 256 more"),
+            (([], [4096]), "1 nodes with 4096 probes: a step has at most 4096 of"),
+        )
     ],
-)
-def test_bad_parents_and_ranks_are_named(
-    parents: tuple[int, ...], ranks: tuple[int, ...], message: str
-) -> None:
+)  # fmt: skip
+def test_what_is_refused(make: Any, given: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TokenTree(parents, ranks)
+        make(*given)
 
 
 def test_trees_have_a_limit() -> None:
     """With room for two trees that are merged."""
     assert len(TokenTree.chain(1024)) == len(TokenTree.from_paths([[n] for n in range(1024)]))
     assert len(TokenTree((-1, *[0] * 2047))) == 2048
-    for make in (lambda: TokenTree((-1, *[0] * 19_999)), lambda: TokenTree.chain(19_999)):
-        with pytest.raises(ValueError, match="20000 nodes: a tree has at most 2048"):
-            make()
 
 
 @pytest.mark.parametrize("length", range(5))

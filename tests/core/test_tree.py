@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_trees import GROUPS, path_to, random_row, random_tree, visible
+from random_trees import GROUPS, path_to, paths_of, random_row, random_tree, visible
 from torch import Tensor
 
 from hf_spec.core import verify
@@ -43,14 +43,6 @@ def prepared(rows: Sequence[Row]) -> Tree:
     parents, depths = column([row.parents for row in rows], 3), [row.depths for row in rows]
     tokens = column([row.tokens for row in rows], 60_000)
     return Tree.unpacked(Tree.packed(parents, column(depths, 7), tokens, logs))
-
-
-def paths_of(row: Row) -> dict[tuple[int, ...], float]:
-    """Each node's probability by the tokens on its path."""
-    return {
-        tuple(row.tokens[on] for on in path_to(row.parents, node)): row.probs[node]
-        for node in range(len(row.parents))
-    }
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -93,7 +85,6 @@ def test_trees_made_on_the_device_are_those_made_on_the_host(seed: int) -> None:
 def test_a_merged_tree_has_the_paths_of_both(seed: int) -> None:
     rng = random.Random(seed)
     one, two = (random_row(rng, rng.randint(1, 8), vocab=4) for _ in range(2))
-    two.tokens[0] = one.tokens[0]
     merged = one.merge(two)
     wanted = paths_of(one)
     for path, prob in paths_of(two).items():
@@ -122,8 +113,8 @@ def test_likeliest_first_sorts_and_drops_what_is_impossible(seed: int) -> None:
 @pytest.mark.parametrize("shared", [False, True], ids=["computed", "known"])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("seed", range(8))
-def test_ancestors_of_trees_with_probes(seed: int, group: str, shared: bool) -> None:
-    """Also when the tree without them knew its own already."""
+def test_trees_with_probes(seed: int, group: str, shared: bool) -> None:
+    """Also when the tree without them knew its ancestors already."""
     rng, probes = random.Random(seed), GROUPS[group]
     rows = [random_row(rng, rng.randint(1, 7)) for _ in range(3)]
     bare = Tree.of_rows(rows, "cpu")
@@ -139,6 +130,15 @@ def test_ancestors_of_trees_with_probes(seed: int, group: str, shared: bool) -> 
         padding = [node for node in range(tree.num_nodes) if node not in real]
         assert not seen[real][:, padding].any()
         assert all(seen[node, node] for node in padding)  # nothing attends to nothing
+        assert tree.valid[row].nonzero()[:, 0].tolist() == real
+        made = [(node, kind) for node, most in enumerate(count) for kind in range(most)]
+        depths = [own.depths[node] + probes.offsets[kind] for node, kind in made]
+        given = tree.parents[row], tree.tokens[row], tree.depths[row]
+        found = [column[nodes : nodes + len(made)].tolist() for column in given]
+        assert [*zip(*found)] == [(*one, depth) for one, depth in zip(made, depths)]
+        for node, most in enumerate(count):
+            at = tree.probes_of(torch.full((3,), node))[row, :most] - nodes
+            assert [made[n] for n in at.tolist()] == [(node, kind) for kind in range(most)]
     drafted = tree.drafted
     assert torch.equal(drafted.ancestors, bare.ancestors)
     for name in ("tokens", "parents", "depths", "valid"):

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from scripts import load_script
 from tiny_checkpoint import make_model, save_checkpoint, write_prompts
 
@@ -27,64 +26,41 @@ def test_prompts_are_beginnings_of_classes_of_no_model_of_transformers():
     assert not any("class Lake" in source for source in sources)
 
 
-@pytest.fixture
-def short_prompts(tmp_path, monkeypatch):
-    rows = [{"prompt": prompt.text[:160]} for prompt in read_prompts(demo.PROMPTS)]
-    monkeypatch.setattr(demo, "PROMPTS", write_prompts(tmp_path / "prompts.jsonl", rows))
+def run_demo(output, *words):
+    words = ["--dtype", "float32", "--max-new-tokens", "8", *words]
+    assert cli.main(["demo", "--output", str(output), *words]) == 0
+    return json.loads((output / "results.json").read_text())
 
 
-@pytest.fixture
-def tiny_model(tmp_path, short_prompts, monkeypatch):
-    """A tiny model in place of the shipped one, without adapters; it has a token per byte and a
-    context of 256."""
-    folder = save_checkpoint(tmp_path / "model", chat=False)
-    monkeypatch.setattr(demo, "model_folder", lambda: folder)
-    monkeypatch.setattr(demo, "adapter_folders", list)
-
-
-def demo_command(output, *more):
-    return cli.main(["demo", "--output", str(output), "--dtype", "float32", *more])
-
-
-def test_demo_writes_table_and_results(tmp_path, tiny_model, capsys):
-    code = demo_command(tmp_path, "--limit", "3", "--max-new-tokens", "24")
-    printed = capsys.readouterr()
-    assert code == 0, printed.err
-    assert "Every output equals plain generate's." in printed.out
-    assert "3 prompts, up to 24 new tokens each, plainly and with prompt_lookup\n" in printed.err
-    assert "prompt_lookup" in printed.out and "speedup" in printed.out
-    data = json.loads((tmp_path / "results.json").read_text())
-    everything = {row["strategy"]: row for row in data["runs"] if row["task"] == "all"}
-    assert set(everything) == {"generate", "prompt_lookup"}
-    assert all(row["identical"] == row["prompts"] == 3 for row in everything.values())
-
-
-def test_the_shipped_model_and_adapters(tmp_path, short_prompts, capsys):
+def test_the_shipped_model_and_adapters(tmp_path, monkeypatch, capsys):
     folder = demo.model_folder()
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 16 * 2**20
-    more = ("--limit", "1", "--max-new-tokens", "8")
-    assert demo_command(tmp_path, *more) == 0, capsys.readouterr().err
-    data = json.loads((tmp_path / "results.json").read_text())
-    names = {row["strategy"] for row in data["runs"]}
+    rows = [{"prompt": prompt.text[:160]} for prompt in read_prompts(demo.PROMPTS)]
+    monkeypatch.setattr(demo, "PROMPTS", write_prompts(tmp_path / "prompts.jsonl", rows))
+    data = run_demo(tmp_path, "--limit", "2")
+    printed = capsys.readouterr()
+    assert "Every output equals plain generate's." in printed.out
+    assert "prompt_lookup" in printed.out and "speedup" in printed.out
+    assert "2 prompts, up to 8 new tokens each, plainly and with " in printed.err
+    everything = {row["strategy"]: row for row in data["runs"] if row["task"] == "all"}
     adapters = read_adapters(map(str, demo.adapter_folders()))
-    assert names >= {"generate", "prompt_lookup", *(adapter.strategy for adapter in adapters)}
-    assert {row["baseline"] for row in data["runs"]} == {"generate"}  # none changes the model
-    assert not any(row["diverged"] for row in data["runs"])
-    assert len(adapters) >= 6
+    names = {"generate", "prompt_lookup", *(adapter.strategy for adapter in adapters)}
+    assert everything.keys() >= names and len(adapters) >= 6
+    for row in everything.values():
+        assert row["baseline"] == "generate", "none changes the model"
+        assert row["identical"] == row["prompts"] == 2
     for adapter in demo.adapter_folders():
         check_complete(adapter)
 
 
-def test_another_model_with_the_adapters_that_fit(tmp_path, monkeypatch, capsys):
+def test_another_model_with_the_adapters_that_fit(tmp_path, monkeypatch):
     folder = save_checkpoint(tmp_path / "model")
     for name, layers in (("fits", 2), ("another", 3)):
         model = make_model(layers=layers)
         model.add_adapter(hf_spec.MedusaConfig(num_heads=2))
         model.save_pretrained(tmp_path / "published" / name)
     monkeypatch.setattr(demo, "PUBLISHED", tmp_path / "published")
-    more = ("--model", str(folder), "--limit", "2", "--max-new-tokens", "8")
-    assert demo_command(tmp_path / "out", *more) == 0, capsys.readouterr().err
-    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    data = run_demo(tmp_path / "out", "--model", str(folder), "--limit", "2")
     assert {row["strategy"] for row in data["runs"]} == {"generate", "prompt_lookup", "medusa"}
     assert data["environment"]["model"] == str(folder)
 

@@ -31,25 +31,21 @@ def recorded(model: Any, ids: torch.Tensor, **options: Any) -> tuple[StepStreame
     return streamer, out[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("options", [{}, drafting("prompt_lookup")], ids=["plain", "strategy"])
-def test_tokens_by_step(tiny, options):
-    model = tiny("llama_tied")
-    streamer, new = recorded(model, token_ids(LENGTH), **options)
-    assert [token for step in streamer.steps for token in step] == new
-    lengths = Counter(map(len, streamer.steps))
-    if options:
-        stats = hf_spec.last_stats(model)
-        assert lengths == {n: c for n, c in stats.accepted_histogram.items() if c}
-        assert len(lengths) > 1
-    else:
-        assert set(lengths) == {1} and not streamer.trees
+def test_plain_steps_emit_a_token_each(tiny):
+    streamer, new = recorded(tiny("llama_tied"), token_ids(LENGTH))
+    assert streamer.steps == [[token] for token in new] and not streamer.trees
 
 
-def check(streamer: StepStreamer, num_draft_tokens: int) -> None:
-    """Each tree hangs below the step before, and what it accepted is what came of it."""
+def check(model: Any, ids: torch.Tensor, most: int, strategy: str, **options: Any) -> StepStreamer:
+    """Steps are those of the statistics; each tree hangs below the step before, and what it
+    accepted is what came of it."""
+    streamer, new = recorded(model, ids, **drafting(strategy, **options))
+    assert new == recorded(model, ids)[1] == [token for step in streamer.steps for token in step]
+    counted = Counter(map(len, streamer.steps))
+    assert counted == +hf_spec.last_stats(model).accepted_histogram and len(counted) > 1
     assert list(streamer.trees) == list(range(1, len(streamer.steps)))
     for number, step in streamer.trees.items():
-        assert len(step.tree) == len(step.tokens) <= 1 + num_draft_tokens
+        assert len(step.tree) == len(step.tokens) <= 1 + most
         assert step.tokens[0] == streamer.steps[number - 1][-1]
         assert step.emitted == streamer.steps[number] and step.accepted[0] == 0
         for parent, node in zip(step.accepted, step.accepted[1:]):
@@ -63,15 +59,13 @@ def check(streamer: StepStreamer, num_draft_tokens: int) -> None:
                 for node in range(1, len(probabilities))
             )
     assert max(len(step.accepted) for step in streamer.trees.values()) > 1
+    return streamer
 
 
 @pytest.mark.parametrize("strategy", ["prompt_lookup", "layer_skip"])
 def test_trees_of_strategies_without_training(tiny, strategy):
     skipped = {"skip_attention": [1], "skip_mlp": []} if strategy == "layer_skip" else {}
-    streamer, _ = recorded(
-        tiny("llama_tied"), token_ids(LENGTH), **drafting(strategy, **skipped)
-    )  # fmt: skip
-    check(streamer, num_draft_tokens=64)
+    streamer = check(tiny("llama_tied"), token_ids(LENGTH), 64, strategy, **skipped)
     # Only trees that the policy could choose from come with probabilities.
     drafted = [step for step in streamer.trees.values() if len(step.tokens) > 1]
     known = {step.probabilities is not None for step in drafted}
@@ -99,9 +93,8 @@ def shipped():
 def test_trees_of_heads(shipped, strategy, options):
     model, inputs = shipped
     model.set_adapter(strategy)
-    streamer, new = recorded(model, inputs["input_ids"], **drafting(strategy, **options))
-    assert new == recorded(model, inputs["input_ids"])[1]
-    check(streamer, options.get("num_draft_tokens", 15))
+    most = options.get("num_draft_tokens", 15)
+    streamer = check(model, inputs["input_ids"], most, strategy, **options)
     if strategy == "medusa":
         check_drawn(streamer)
     if "num_draft_tokens" in options:  # such a draft is forwarded whole

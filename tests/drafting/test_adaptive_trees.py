@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import Embeddings, randomise
+from adapter_oracle import Embeddings, added
 from conftest import VOCAB, Tiny, ragged
+from random_trees import paths_of
+from running import drafting
 from torch import Tensor
 
 import hf_spec
@@ -66,21 +68,16 @@ def naive(
     return found
 
 
-def paths_of(tree: Tree, row: int) -> dict[Path, float]:
-    """Log-probability of each candidate of a row by its path; 0 if the tree has none."""
-    parents, tokens = tree.parents[row].tolist(), tree.tokens[row].tolist()
-    paths: list[Path] = [()]
-    for node in range(1, tree.row_sizes[row] + 1):
-        assert parents[node] < node
-        paths.append((*paths[parents[node]], tokens[node]))
-        assert tree.depths[row, node] == len(paths[-1])
-    assert len(set(paths)) == len(paths)
-    if tree.host is None or not tree.ranked:
-        return dict.fromkeys(paths[1:], 0.0)
+def found_in(tree: Tree, row: int) -> dict[Path, float]:
+    """Log-probability of each candidate of a row by its path, likeliest first."""
+    own = tree.host.rows(tree.row_sizes)[row]
+    paths = {path: math.log(prob) for path, prob in paths_of(own).items()}
+    assert len(paths) == len(own.parents), "one node per path"
+    assert tree.depths[row, : len(paths)].tolist() == [*map(len, paths)]
     probs = tree.host.probs[row].tolist()
-    assert probs == sorted(probs, reverse=True)
-    assert probs[0] == 1 and not any(probs[len(paths) :])
-    return dict(zip(paths[1:], map(math.log, probs[1 : len(paths)])))
+    assert probs == sorted(probs, reverse=True) and not any(probs[len(paths) :])
+    assert paths.pop(()) == 0
+    return paths
 
 
 def grown(*args: Any) -> Tree:
@@ -121,7 +118,7 @@ def test_the_likeliest_paths(
     for row in range(4):
         rest = (int(roots[row]), markov_head, count, min(depth, distances))
         expected = naive(logits[row], states[row], *rest)
-        found = paths_of(tree, row)
+        found = found_in(tree, row)
         assert found.keys() == expected.keys()
         for path, log_p in found.items():
             # Tokens outside of a Markov head's shortlist are thought to have 1e-6 together.
@@ -141,7 +138,7 @@ def test_rows_that_know_less(with_markov_head: bool) -> None:
         some = slice(row, row + 1)
         alone = predict(logits[some], 8, known[some], markov_head, states[some])
         single = grown(alone, roots[some], 8, 3)
-        found, expected = paths_of(tree, row), paths_of(single, 0)
+        found, expected = found_in(tree, row), found_in(single, 0)
         assert list(found) == list(expected)  # in the same order
         assert list(found.values()) == pytest.approx(list(expected.values()))
         assert max(map(len, found), default=0) <= known[row]
@@ -155,9 +152,9 @@ def test_tokens_that_are_impossible() -> None:
     logits[0, :, 2:4] = torch.tensor([1.0, 0.5])
     logits[1, :, 5:8] = 0.0
     tree = grown(predict(logits, 8), torch.tensor([4, 4]), 8, 2)
-    assert set(paths_of(tree, 0)) == {(2,), (3,), (2, 2), (2, 3), (3, 2), (3, 3)}
+    assert set(found_in(tree, 0)) == {(2,), (3,), (2, 2), (2, 3), (3, 2), (3, 3)}
     assert tree.row_sizes == (6, 8)
-    assert set(paths_of(tree, 1)) >= {(5,), (6,), (7,)}
+    assert set(found_in(tree, 1)) >= {(5,), (6,), (7,)}
     assert tree.valid[0].tolist() == [True] * 7 + [False] * 2
 
 
@@ -172,7 +169,7 @@ def test_trust_moves_all_tokens_of_a_distance(with_markov_head: bool) -> None:
     trust = [math.log(0.5), 0.0, math.log(0.25)]
     plain, moved = (grown(made, roots, 60, 3, one) for one in (None, trust))
     for row in range(2):
-        before, after = paths_of(plain, row), paths_of(moved, row)
+        before, after = found_in(plain, row), found_in(moved, row)
         both = before.keys() & after.keys()
         assert len(both) > 10 and {len(path) for path in both} >= {1, 2}
         for path in both:
@@ -188,8 +185,8 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
 ) -> None:
     monkeypatch.setattr(predictions, "SHORTLIST", VOCAB)  # the search below knows of none
     model = fresh("llama")
-    model.add_adapter(hf_spec.MedusaConfig(num_heads=3, markov_rank=rank))
-    weights = randomise(model, "MEDUSA", std=0.5)
+    config = hf_spec.MedusaConfig(num_heads=3, markov_rank=rank)
+    weights = added(model, config, std=0.5).tensors()
     drafter, checked = methods()["medusa"].drafter, []
     propose = drafter.propose
 
@@ -206,7 +203,7 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
             room = min(3, state.max_depth)
             rest = (int(state.root[row]), markov_head, 6, room)
             expected = naive(logits[row].double(), states[row], *rest) if room > 0 else {}
-            found = paths_of(tree, row)
+            found = found_in(tree, row)
             assert found.keys() == expected.keys()
             checked.append(len(found))
         return tree
@@ -214,7 +211,7 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
     monkeypatch.setattr(drafter, "propose", watched)
     with torch.no_grad():
         model.generate(
-            **ragged(), max_new_tokens=12, do_sample=False, assistant_strategy="medusa",
-            assistant_kwargs={"num_draft_tokens": 6, "drafting": "always"},
+            **ragged(), max_new_tokens=12, do_sample=False,
+            **drafting("medusa", num_draft_tokens=6),
         )  # fmt: skip
     assert checked.count(6) > 10

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import Tiny, prompt, ragged
+from conftest import Tiny, check_same, ragged
 from running import CAPTURED, as_if, draft_everything, drafting
 from step_by_hand import chain, commit
 from transformers import PreTrainedModel
@@ -24,7 +24,6 @@ from hf_spec.model.sequences import token_hidden
 from hf_spec.policy.step_policy import StepPolicy
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
-SAMPLED: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "temperature": 1.5}
 #: All tokens of the vocabulary below the root, so that each step accepts some.
 BUSHY = {"num_draft_tokens": 200, "max_depth": 3, "width": 61}
 
@@ -88,10 +87,9 @@ def test_drafts_in_a_shrinking_batch(
     as_if(ahead, monkeypatch)
     free = model.generate(**ragged(), **GREEDY)
     settings = {**ragged(), **GREEDY, "eos_token_id": [int(free[0, 19]), int(free[2, 28])]}
-    plain = model.generate(**settings).tolist()
     with compared(monkeypatch) as steps:
-        found = model.generate(**settings, **drafting("eagle3", **options))
-    assert found.tolist() == plain and len(steps) > 15
+        check_same(model, drafting("eagle3", **options), **settings)
+    assert len(steps) > 15
     if options is BUSHY:
         assert max(steps) > 1
         assert hf_spec.last_stats(model).mean_accepted_tokens > 1.5
@@ -101,25 +99,10 @@ def test_drafts_after_steps_that_did_not_draft(model: Any, monkeypatch: pytest.M
     draft_everything(monkeypatch)
     turns = iter([True, False, False] * 100)
     monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookup=False: next(turns))
-    plain = model.generate(**ragged(), **GREEDY).tolist()
+    spec = {"assistant_strategy": "eagle3", "assistant_kwargs": {"lookup": False}}
     with compared(monkeypatch) as steps:
-        found = model.generate(
-            **ragged(), **GREEDY, assistant_strategy="eagle3", assistant_kwargs={"lookup": False}
-        )
-    assert found.tolist() == plain and len(steps) > 9
-
-
-def test_samples_with_a_draft_vocabulary(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The noise of its tokens is found by their ids."""
-    model.delete_adapter("default")
-    model = adapted(model, draft_vocab_size=40)
-    settings = {**SAMPLED, "max_new_tokens": 60}
-    torch.manual_seed(5)
-    plain = model.generate(prompt(), **settings).tolist()
-    torch.manual_seed(5)
-    draft_everything(monkeypatch)
-    spec = {"assistant_strategy": "eagle3", "assistant_kwargs": {"num_draft_tokens": 8}}
-    assert model.generate(prompt(), **settings, **spec).tolist() == plain
+        check_same(model, spec, **ragged(), **GREEDY)
+    assert len(steps) > 9
 
 
 def test_windows_are_rings(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,23 +118,19 @@ def test_windows_are_rings(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None
         observe(self, *given)
 
     monkeypatch.setattr(AutoregressiveDrafter, "observe", noted)
-    given = ragged((220, 150))
-    plain = model.generate(**given, **GREEDY).tolist()
     with compared(monkeypatch) as steps:
-        found = model.generate(**given, **GREEDY, **drafting("mtp"))
-    assert found.tolist() == plain and len(steps) > 3 and slots == {128}
+        check_same(model, drafting("mtp"), **ragged((220, 150)), **GREEDY)
+    assert len(steps) > 3 and slots == {128}
 
 
 @pytest.mark.usefixtures("sizes_as_shipped")
 def test_compiled_levels(shallow: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few graphs, and the drafts are those of levels that are not compiled."""
     model: Any = adapted(shallow("llama_tied"), draft_vocab_size=40)
-    plain = model.generate(**ragged(), **GREEDY).tolist()
-    spec = {**GREEDY, **CAPTURED, **drafting("eagle3", max_depth=3, width=3)}
+    spec = {**CAPTURED, **drafting("eagle3", max_depth=3, width=3)}
     with compared(monkeypatch) as steps:
         for _ in range(2):
-            out = model.generate(**ragged(), **spec, return_dict_in_generate=True)
-            assert out.sequences.tolist() == plain
+            out = check_same(model, {**spec, "return_dict_in_generate": True}, **ragged(), **GREEDY)
     assert len(steps) > 20 and not out.spec_stats.details["compiled"]["refused"]
     graphs = [key for key in memory(model)["graphs"].graphs if key[1][0] == "draft"]
     assert 1 <= len(graphs) <= 4  # one for each size of the steps' trees

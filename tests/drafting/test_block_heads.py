@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from random_trees import path_to, paths_of
 
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
@@ -98,13 +99,8 @@ def test_paths_have_their_own_probabilities(
                 if found > -torch.inf:
                     paths[path] = found
         likeliest = sorted(paths, key=lambda path: -paths[path])[:40]
-        found = {}
-        for node in range(1, 1 + tree.row_sizes[row]):
-            path, at = [], node
-            while at > 0:
-                path.insert(0, int(tree.tokens[row, at]))
-                at = int(tree.parents[row, at])
-            found[tuple(path)] = float(tree.host.probs[row, node])
+        found = paths_of(tree.host.rows(tree.row_sizes)[row])
+        del found[()]
         assert found.keys() == {*likeliest}
         for path, prob in found.items():
             assert prob == pytest.approx(torch.tensor(paths[path]).exp().item(), abs=1e-5)
@@ -118,10 +114,7 @@ def test_static_trees_take_tokens_by_rank(kind: str) -> None:
     tokens = predictions.ranked(levels(tuple(trees), "cpu"), 3, root)
     for row, tree in enumerate(trees):
         for node in range(1, len(tree)):
-            path, at = [], node
-            while at > 0:
-                path.insert(0, at)
-                at = tree.parents[at]
+            path = path_to(tree.parents, node)[1:]
             before = torch.tensor([[int(root[row]), *(int(tokens[row, one]) for one in path[:-1])]])
             length = len(path)
             given = head.along(logits[row, None, :length], before, states[row, None, :length])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import Embeddings
+from adapter_oracle import Embeddings, Opaque
 from torch import Tensor
 
 from hf_spec.adapters.predicting import MARKOV_HEAD, VOCABULARY
@@ -72,17 +72,6 @@ class Example:
 
 def places() -> list[tuple[int, int]]:
     return list(product(range(BATCH), range(1, DISTANCES + 1)))
-
-
-class Opaque(torch.nn.Module):
-    """Output embeddings whose rows cannot be taken: quantized ones, or a share of them."""
-
-    def __init__(self, inside: Any, bias: Tensor | None):
-        super().__init__()
-        self.inside, self.bias = inside, bias
-
-    def forward(self, states: Tensor) -> Tensor:
-        return self.inside(states) + (0 if self.bias is None else self.bias)
 
 
 @pytest.mark.parametrize("embeddings", ["plain", "opaque", "biased"])

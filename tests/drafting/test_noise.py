@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, Tiny
+from adapter_oracle import lent
+from conftest import Tiny, prompt
+from running import drafting
 from torch import Tensor
 
 import hf_spec
@@ -144,24 +146,15 @@ SAMPLED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def drafting(candidates: int) -> dict[str, Any]:
-    kwargs = {"num_draft_tokens": candidates, "drafting": "always"}
-    return {"assistant_strategy": "medusa", "assistant_kwargs": kwargs}
+#: Strategies that draft few tokens and many.
+FEW, MANY = (drafting("medusa", num_draft_tokens=count) for count in (2, 8))
 
 
 @pytest.fixture
 def model(tiny: Tiny) -> Any:
     found = tiny("llama_tied")
-    torch.manual_seed(4)
-    found.add_adapter(hf_spec.MedusaConfig(num_heads=3), adapter_name="noise")
-    try:
+    with lent(found, hf_spec.MedusaConfig(num_heads=3), random=False):
         yield found
-    finally:
-        found.delete_adapter("noise")
-
-
-def prompts(rows: int) -> Tensor:
-    return torch.randint(3, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(6))
 
 
 @pytest.mark.parametrize("stop", [None, "after 7"])
@@ -169,23 +162,23 @@ def test_the_generator_goes_on_as_after_plain_generate(model: Any, stop: str | N
     settings = dict(SAMPLED)
     torch.manual_seed(8)
     if stop:  # a token in the middle of the output, often in the middle of a step
-        settings["eos_token_id"] = int(model.generate(prompts(1), **SAMPLED)[0, 9 + 7])
+        settings["eos_token_id"] = int(model.generate(prompt(), **SAMPLED)[0, 12 + 7])
 
     def run(**ours: Any) -> tuple[Tensor, Tensor]:
         torch.manual_seed(8)
-        return model.generate(prompts(1), **settings, **ours), torch.get_rng_state()
+        return model.generate(prompt(), **settings, **ours), torch.get_rng_state()
 
     expected = run()
-    for candidates in (2, 8):
-        assert all(map(torch.equal, run(**drafting(candidates)), expected))
+    for ours in (FEW, MANY):
+        assert all(map(torch.equal, run(**ours), expected))
 
 
 def test_samples_of_a_batch_do_not_depend_on_what_is_drafted(model: Any) -> None:
     outputs = []
-    for ours in (drafting(2), drafting(8), {"assistant_strategy": "prompt_lookup"}):
+    for ours in (FEW, MANY, {"assistant_strategy": "prompt_lookup"}):
         torch.manual_seed(9)
-        outputs.append(model.generate(prompts(5), **SAMPLED, **ours).tolist())
+        outputs.append(model.generate(prompt(batch=5), **SAMPLED, **ours).tolist())
     assert outputs[0] == outputs[1] == outputs[2]
-    assert len({tuple(row[9:]) for row in outputs[0]}) == 5
+    assert len({tuple(row[12:]) for row in outputs[0]}) == 5
     torch.manual_seed(10)
-    assert model.generate(prompts(5), **SAMPLED, **drafting(2)).tolist() != outputs[0]
+    assert model.generate(prompt(batch=5), **SAMPLED, **FEW).tolist() != outputs[0]

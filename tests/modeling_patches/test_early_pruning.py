@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, VOCAB, Tiny
-from naive_cache import pack
+from conftest import ARCHITECTURES, VOCAB, Tiny, ragged
+from naive_cache import pack, prefilled
 from running import added
 from torch import Tensor
-from transformers import DynamicCache
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.probes import ProbeGroup
@@ -17,11 +16,11 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Output, Target
-from modeling_patches.cache_name import CACHE
 from modeling_patches.early_pruning import early_pruning, layer_input
 from modeling_patches.modules import num_layers
 from modeling_patches.per_call import Changes
 
+LENGTHS = (12, 9, 6)
 SHAPE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0, 1, 0], [2, 0, 0]])
 
 
@@ -36,33 +35,21 @@ class Keep:
 
 
 def run(
-    model: Any, tree: Tree, prompts: list[list[int]], pruning: Any,
-    probe_inputs: ProbeInputs | None = None,
-) -> tuple[Output, TreeCache]:  # fmt: skip
+    model: Any, tree: Tree, pruning: Any, probe_inputs: ProbeInputs | None = None
+) -> tuple[Output, TreeCache]:
     """One forward of a tree behind prompts of different lengths."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in prompts])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
-    source = DynamicCache(config=model.config)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
-        **{CACHE: source},
-    )  # fmt: skip
-    cache = pack(source, mask, width + 64)
-    last = torch.full((len(prompts),), 1000)
-    target = Target(model, cache, last, probe_inputs=probe_inputs)
+    given, rows = ragged(LENGTHS[: tree.batch_size]), tree.batch_size
+    cache = pack(prefilled(model, **given), given["attention_mask"], 99)
+    target = Target(model, cache, torch.full((rows,), 1000), probe_inputs=probe_inputs)
     return target(tree, pruning=pruning), cache
 
 
-def setting(seed: int, rows: int) -> tuple[list[list[int]], Tree, Tensor]:
-    """Prompts, trees, and nodes that are wanted."""
+def setting(seed: int, rows: int) -> tuple[Tree, Tensor]:
+    """Trees, and nodes that are wanted."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (rows, 12), generator=generator).tolist()
-    prompts = [row[: 12 - 3 * index] for index, row in enumerate(ids)]
     tokens = torch.randint(3, VOCAB, (rows, len(SHAPE)), generator=generator)
     wanted = torch.rand(rows, len(SHAPE), generator=generator) < 0.6
-    return prompts, Tree.of_shapes([SHAPE] * rows).with_tokens(tokens), wanted
+    return Tree.of_shapes([SHAPE] * rows).with_tokens(tokens), wanted
 
 
 def kept(output: Output) -> list[list[int]]:
@@ -85,10 +72,10 @@ def test_what_is_kept_comes_out_as_without_pruning(
 ) -> None:
     """And every layer's cache holds the same in its slots."""
     model = tiny(architecture, implementation)
-    prompts, tree, wanted = setting(7, rows)
-    whole, cache = run(model, tree, prompts, None)
+    tree, wanted = setting(7, rows)
+    whole, cache = run(model, tree, None)
     for layer in range(1, num_layers(model)):
-        pruned, other = run(model, tree, prompts, Keep(layer, wanted))
+        pruned, other = run(model, tree, Keep(layer, wanted))
         left = kept(pruned)
         assert len(left[0]) < len(SHAPE)
         for row, nodes in enumerate(left):
@@ -96,7 +83,7 @@ def test_what_is_kept_comes_out_as_without_pruning(
             torch.testing.assert_close(
                 pruned.logits[row], whole.logits[row, nodes], rtol=1e-4, atol=1e-4
             )
-            slots = [len(prompts[row]) + node for node in nodes]
+            slots = [LENGTHS[row] + node for node in nodes]
             for one, two in zip(cache.layers, other.layers):
                 for name in ("keys", "values"):
                     torch.testing.assert_close(
@@ -105,7 +92,7 @@ def test_what_is_kept_comes_out_as_without_pruning(
                     )  # fmt: skip
         # Shallow layers hold every node, deeper ones nothing of those that went. (The slots behind
         # the other rows' shorter prompts are not empty to begin with.)
-        gone = [len(prompts[0]) + n for n in range(len(SHAPE)) if n not in left[0]]
+        gone = [LENGTHS[0] + n for n in range(len(SHAPE)) if n not in left[0]]
         for index, one in enumerate(other.layers):
             states = one.keys[0, :, gone]
             assert bool(states.abs().sum() > 0) == (index < layer)
@@ -117,15 +104,15 @@ def test_what_is_kept_comes_out_as_without_pruning(
 @torch.no_grad()
 def test_probes_of_what_is_kept(tiny: Tiny, architecture: str, counts: str, exits: int) -> None:
     model = tiny(architecture)
-    prompts, bare, wanted = setting(5, 3)
+    bare, wanted = setting(5, 3)
     wanted[:, -1] = False
     sizes = [[(n + row) % 3 for n in range(len(SHAPE))] for row in range(3)]
     tree = bare.attach_probes(ProbeGroup.causal(2), None if counts == "all" else sizes)
     inputs = ProbeInputs(
         torch.randn(2, 32, generator=torch.Generator().manual_seed(1)), exits=exits
     )
-    whole, _ = run(model, tree, prompts, None, probe_inputs=inputs)
-    pruned, _ = run(model, tree, prompts, Keep(1, wanted), probe_inputs=inputs)
+    whole, _ = run(model, tree, None, inputs)
+    pruned, _ = run(model, tree, Keep(1, wanted), inputs)
     left = pruned.tree
     assert 0 < left.num_probes < tree.num_probes
     for row, nodes in enumerate(kept(pruned)):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_oracle import Opaque
 from conftest import ARCHITECTURES, Tiny, prompt
 from running import added, fingerprint
 from torch import Tensor, nn
@@ -73,25 +74,14 @@ def test_equals_dense_updates(tiny: Tiny, architecture: str) -> None:
 
 
 def test_only_input_and_output_of_a_module_are_used() -> None:
-    """A stand-in for a quantized linear module: no weight that could be read."""
-
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.in_features, self.out_features = 4, 6
-            self.register_buffer("codes", torch.arange(24, dtype=torch.int8).view(6, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.codes.to(x.dtype).T
-
-    module, x = Packed(), torch.randn(3, 4)
+    module, x = Opaque(nn.Linear(4, 6)), torch.randn(3, 4)
     factors = random_factors({"": module})
     update = LowRank({"": module}, factors.get)
     plain = module(x)
     with added(LowRank.add_to, update):
         down, up, scale = factors[""]
         torch.testing.assert_close(module(x), plain + scale * x @ down.T @ up.T)
-    with pytest.raises(ValueError, match=r"cannot merge into .* is a Packed.*unmerged"):
+    with pytest.raises(ValueError, match=r"cannot merge into .* is a Opaque.*unmerged"):
         update.merge(module)
 
 

@@ -16,7 +16,7 @@ import architectures
 import pytest
 import torch
 from adapter_oracle import lent
-from conftest import VOCAB, Tiny, check_same, prompt, ragged
+from conftest import Tiny, check_same, prompt, ragged
 from covering import covering
 from random_trees import random_tree
 from replay import RECORDED, Replay
@@ -29,6 +29,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.methods.registry import methods
 from hf_spec.model import captures
 from hf_spec.model.block import Slots, first_near
+from modeling_patches import attention_masks
 from modeling_patches.attention_masks import TREE_ATTENTION, Local, check_attention, unpacked
 
 pytest.importorskip("triton", reason="Triton is not installed: its kernel cannot run")
@@ -233,18 +234,24 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return made
 
 
-#: Kinds of attention, and strategies whose trees, probes or pruning differ.
-RUNS = [
-    ("llama", "bita"), ("llama", "ppd"), ("llama", "propd"), ("llama", "layer_skip"),
-    ("gemma3", "bita"), ("cohere2", "space"), ("gpt_oss", "medusa"), ("llama4_text", "medusa"),
-    ("deepseek_v3", "prompt_lookup"), ("qwen3_next", "prompt_lookup"),
-]  # fmt: skip
+@pytest.fixture
+def emulated_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Numbers of queries, slots and words of the mask of each call of the kernel, emulated."""
+    made: list[tuple[int, int, int]] = []
+
+    def counted(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *rest: Any) -> Tensor:
+        made.append((query.shape[2], key.shape[2], mask.shape[3]))
+        return emulated(query, key, value, mask, *rest)
+
+    monkeypatch.setattr(kernel, "tree_attention", counted)
+    return made
 
 
 def check_model(
     tiny: Tiny, name: str, strategy: str, fields: dict[str, Any] = {},  # noqa: B006
-    attention: str = TREE_ATTENTION, taus: list[float] | None = None, **settings: Any,
-) -> None:  # fmt: skip
+    attention: str = TREE_ATTENTION, **settings: Any,
+) -> float:  # fmt: skip
+    """The same tokens as plain generation's; gives how many a step takes."""
     if name in ("gpt_oss", "llama4_text", "deepseek_v3", "qwen3_next"):
         model: Any = copy.deepcopy(architectures.build(name))  # which tests share
         if attention == TREE_ATTENTION:
@@ -255,77 +262,52 @@ def check_model(
     adapter = lent(model, config(**fields), random=True) if config else nullcontext()
     with adapter:
         check_same(model, drafting(strategy), **ragged((12, 7)), **settings)
-    if taus is not None:
-        taus.append(hf_spec.last_stats(model).mean_accepted_tokens)
+    return hf_spec.last_stats(model).mean_accepted_tokens
 
 
-@pytest.mark.parametrize(("name", "strategy"), RUNS)
-def test_the_same_tokens(
-    tiny: Tiny, name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-
-    def counted(query: Tensor, *rest: Any) -> Tensor:
-        made.append(query.shape[2])
-        return emulated(query, *rest)
-
-    monkeypatch.setattr(kernel, "tree_attention", counted)
-    check_model(tiny, name, strategy)
-    assert max(made) > 1
-
-
-#: Strategies whose drafters have caches of their own, and fields of their adapters.
-WITH_CACHES: list[tuple[str, str, dict[str, Any]]] = [
-    ("llama", "eagle3", {}), ("llama", "mtp", {}), ("llama", "draft_model", {}),
-    ("gemma3", "mtp", {}), ("gpt_oss", "eagle3", {}), ("llama", "dflash", {"causal": True}),
-    ("llama", "dspark", {"sliding_layers": [0], "sliding_window": 6, "num_layers": 2}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "strategy", "fields"), WITH_CACHES)
-def test_drafters_with_caches(
-    tiny: Tiny, name: str, strategy: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They need no dense mask either, and draft the same."""
-    taus, made = [], []
-
-    def counted(*given: Any) -> Tensor:
-        made.append(given[0].shape)
-        return emulated(*given)
-
-    check_model(tiny, name, strategy, fields, attention="sdpa", taus=taus)
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel, "tree_attention", counted)
-        patch.setattr(masks, "tree", None)
-        check_model(tiny, name, strategy, fields, taus=taus)
-    assert made and taus[0] == taus[1]
+@pytest.mark.parametrize(
+    ("name", "strategy", "fields"),
+    [
+        # Kinds of attention, and strategies whose trees, probes or pruning differ.
+        *(("llama", strategy, {}) for strategy in ("bita", "ppd", "propd", "layer_skip")),
+        ("gemma3", "bita", {}), ("cohere2", "space", {}), ("gpt_oss", "medusa", {}),
+        ("llama4_text", "medusa", {}), ("deepseek_v3", "prompt_lookup", {}),
+        ("qwen3_next", "prompt_lookup", {}),
+        # Drafters that have caches of their own.
+        *(("llama", strategy, {}) for strategy in ("eagle3", "mtp", "draft_model")),
+        ("gemma3", "mtp", {}), ("gpt_oss", "eagle3", {}), ("llama", "dflash", {"causal": True}),
+        ("llama", "dspark", {"sliding_layers": [0], "sliding_window": 6, "num_layers": 2}),
+    ],
+)  # fmt: skip
+def test_the_same_tokens_and_drafts(
+    tiny: Tiny, emulated_calls: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch,
+    name: str, strategy: str, fields: dict[str, Any],
+) -> None:  # fmt: skip
+    """Without any dense mask."""
+    tau = check_model(tiny, name, strategy, fields, attention="sdpa")
+    assert not emulated_calls
+    monkeypatch.setattr(masks, "tree", None)
+    assert check_model(tiny, name, strategy, fields) == tau
+    assert max(queries for queries, *_ in emulated_calls) > 1
 
 
 @pytest.mark.parametrize("strategy", ["medusa", "bita"])
-def test_windows_that_are_rings(tiny: Tiny, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_that_are_rings(
+    tiny: Tiny, emulated_calls: list[tuple[int, int, int]], strategy: str
+) -> None:
     """Their slots are bits, since tokens are not in order."""
-    made: list[tuple[int, int]] = []
-
-    def counted(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *rest: Any) -> Tensor:
-        made.append((key.shape[2], mask.shape[3]))
-        return emulated(query, key, value, mask, *rest)
-
-    monkeypatch.setattr(kernel, "tree_attention", counted)
     model = tiny("gemma3", TREE_ATTENTION)
     with lent(model, methods()[strategy].adapter_config(), random=True):
         check_same(model, drafting(strategy), prompt(110), max_new_tokens=16)
-    slots = [count for count, _ in made]
-    assert min(slots) < max(slots) and max(numbers for _, numbers in made) > 4
+    slots = [count for _, count, _ in emulated_calls]
+    assert min(slots) < max(slots) and max(words for *_, words in emulated_calls) > 4
 
 
 @pytest.mark.parametrize(("name", "splits"), [("mistral", 2), ("gpt_oss", 1)])
 def test_the_same_tokens_by_the_kernel(
-    tiny: Tiny,
-    calls: list[tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    tiny: Tiny, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, name: str,
     splits: int,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(kernel, "split_count", lambda *_: splits)
     check_model(tiny, name, "prompt_lookup", max_new_tokens=5)
     assert any(shape[2] > 1 for shape in calls)
@@ -362,29 +344,23 @@ def test_long_prompts_in_chunks(shallow: Tiny, calls: list[tuple[int, ...]]) -> 
 # -- what it is refused for -----------------------------------------------------------------------
 
 
-def test_refused_without_triton(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    from modeling_patches import attention_masks
+def test_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where keys are chosen, on CPUs, without Triton; plain generation runs."""
+    chooses: Any = copy.deepcopy(architectures.build("deepseek_v32"))
+    chooses.set_attn_implementation(TREE_ATTENTION)
 
-    model = tiny("llama", TREE_ATTENTION)
-    monkeypatch.setattr(attention_masks.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs Triton.*attn_implementation='sdpa'"):
-        model.generate(prompt(), assistant_strategy="prompt_lookup")
-
-
-def test_refused_on_cpus(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "INTERPRETS", False)
-    model = tiny("llama", TREE_ATTENTION)
-    if model.device.type == "cpu":
-        with pytest.raises(ValueError, match="is for GPUs, and the model is on cpu"):
+    def refuses(model: Any, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
             model.generate(prompt(), assistant_strategy="prompt_lookup")
-    assert model.generate(prompt(), max_new_tokens=2).shape == (1, 14)  # plain generation runs
 
-
-def test_refused_where_keys_are_chosen() -> None:
-    model: Any = copy.deepcopy(architectures.build("deepseek_v32"))
-    model.set_attn_implementation(TREE_ATTENTION)
-    with pytest.raises(ValueError, match="chooses the keys that each query sees"):
-        model.generate(torch.randint(3, VOCAB, (1, 5)), assistant_strategy="prompt_lookup")
+    refuses(chooses, "chooses the keys that each query sees")
+    model = tiny("llama", TREE_ATTENTION)
+    monkeypatch.setattr(kernel, "INTERPRETS", False)
+    if model.device.type == "cpu":
+        refuses(model, "is for GPUs, and the model is on cpu")
+    assert model.generate(prompt(), max_new_tokens=2).shape == (1, 14)
+    monkeypatch.setattr(attention_masks.importlib.util, "find_spec", lambda name: None)
+    refuses(model, "needs Triton.*attn_implementation='sdpa'")
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
