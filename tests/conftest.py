@@ -436,6 +436,16 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are recorded as on a GPU, compiled code included."""
+    from replay import Replay
+
+    from hf_spec.model import captures
+
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
+
+
+@pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading a model fails the test."""
 

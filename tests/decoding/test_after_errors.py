@@ -22,11 +22,7 @@ from running import drafting, fingerprint
 from test_method_contract import FIRST, adapted, asks_for, strategy
 from test_shrinking import StopRowAt
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 import hf_spec
@@ -51,14 +47,8 @@ def stops(ids: Tensor) -> StoppingCriteriaList:
 
 class Turn:
     """A prompt of three rows that end at different times, or of the first one for a
-    ``DynamicCache``; and the caller's cache before it.
-
-    Args:
-        model: the model.
-        kind: one of ``KINDS``: the cache, whether there has been no turn before, and whether the
-            prompt is given without the tokens in the cache.
-        spec: the strategy.
-    """
+    ``DynamicCache``; and the caller's cache before it, of one of ``KINDS``: no turn before it, or
+    the prompt without the tokens in the cache."""
 
     def __init__(self, model: Any, kind: str, spec: dict[str, Any] = LOOKUP):
         self.model, self.spec = model, spec
@@ -341,13 +331,13 @@ def test_after_an_allocation_that_failed(tiny: Tiny, monkeypatch: pytest.MonkeyP
 def test_a_call_that_is_refused_changes_no_cache(tiny: Tiny) -> None:
     model, turn = tiny("llama_tied"), Turn(tiny("llama_tied"), "tree")
     cache = copy.deepcopy(turn.before)
-    with pytest.raises(ValueError, match="3 rows, the prompt has 1"):
-        model.generate(prompt(40), **GREEDY, **LOOKUP, **{CACHE: cache})
-    with pytest.raises(ValueError, match="inputs_embeds with a TreeCache"):
-        embeds = model.get_input_embeddings()(turn.whole["input_ids"])
-        model.generate(
-            inputs_embeds=embeds, attention_mask=turn.whole["attention_mask"], **GREEDY, **LOOKUP,
-            **{CACHE: cache},
-        )  # fmt: skip
+    embeds = model.get_input_embeddings()(turn.whole["input_ids"])
+    mask = {"attention_mask": turn.whole["attention_mask"]}
+    for given, message in (
+        ({"inputs": prompt(40)}, "3 rows, the prompt has 1"),
+        ({"inputs_embeds": embeds, **mask}, "inputs_embeds with a TreeCache"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(**given, **GREEDY, **LOOKUP, **{CACHE: cache})
     assert cache.tokens == turn.before.tokens and cache.host_lengths == turn.before.host_lengths
     turn.check_use(cache)

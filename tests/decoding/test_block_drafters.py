@@ -1,14 +1,13 @@
 """DFLASH and DSPARK: blocks behind what was committed, and bases that they do not fit."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import Tiny, prompt, ragged
+from conftest import Tiny, check_same, prompt, ragged
 from method_variants import DFLASH_2, DOMINO, DSPINE, XPRESS
-from replay import RECORDED, Replay
+from replay import RECORDED
 from running import as_if, drafting, proposals
 from test_shrinking import staggered
 
@@ -19,7 +18,6 @@ from hf_spec.drafting import draft_cache
 from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences
 from hf_spec.methods.registry import methods
-from hf_spec.model import captures
 from hf_spec.policy.step_policy import StepPolicy
 from modeling_patches.cache_name import CACHE
 
@@ -85,9 +83,11 @@ def sharpen(model: Any, name: str) -> None:
         find_active(model, name.upper()).norm.weight.mul_(20.0)
 
 
-def blocks_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Compares each block with one behind the whole text; grows by the batch's size and the slots
-    of the last layer."""
+def check_blocks(
+    model: Any, name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, int]]:
+    """Compares the call's tokens with plain generation's and each block with one behind the whole
+    text; of each block, the batch's size and the slots of the last layer."""
     drafter, seen = methods()[name].drafter, []
     propose = drafter.propose
 
@@ -103,6 +103,7 @@ def blocks_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int
         return tree
 
     monkeypatch.setattr(drafter, "propose", checked)
+    check_same(model, drafting(name), **given)
     return seen
 
 
@@ -113,14 +114,12 @@ def test_a_block_stands_behind_all_committed_tokens(
 ) -> None:
     """After prompts of different lengths, plain steps, rejections, and rows that stop."""
     as_if(ahead, monkeypatch)
-    model, steps, given = fresh("llama_tied"), [0], staggered(5)
+    model, steps = fresh("llama_tied"), [0]
     name = adapt(model, kind)
     monkeypatch.setattr(
         StepPolicy, "drafts", lambda *_: bool(steps.append(1)) or len(steps) % 3 == 0
     )
-    expected = model.generate(**given, **GREEDY).tolist()
-    seen = blocks_checked(name, monkeypatch)
-    assert model.generate(**given, **GREEDY, **drafting(name)).tolist() == expected
+    seen = check_blocks(model, name, staggered(5), monkeypatch)
     assert len(seen) > 10 and len({batch for batch, _ in seen}) > 1
 
 
@@ -128,12 +127,9 @@ def test_a_block_stands_behind_all_committed_tokens(
 def test_windows_are_rings(fresh: Tiny, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Prompts come in parts, which are shorter than a ring, and rings than the text."""
     monkeypatch.setattr(draft_cache, "AT_ONCE", 20)
-    model, given = fresh("llama_tied"), ragged((210, 150))
+    model = fresh("llama_tied")
     model.config.max_position_embeddings = 256
-    name = adapt(model, kind)
-    expected = model.generate(**given, **GREEDY).tolist()
-    seen = blocks_checked(name, monkeypatch)
-    assert model.generate(**given, **GREEDY, **drafting(name)).tolist() == expected
+    seen = check_blocks(model, adapt(model, kind), ragged((210, 150)), monkeypatch)
     assert len(seen) > 5 and {slots for _, slots in seen} == {128}
 
 
@@ -158,15 +154,13 @@ def test_a_node_is_as_likely_as_its_path(fresh: Tiny, kind: str) -> None:
     assert len(children) < tree.num_tokens - 1, "no token has several parents"
 
 
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize(
     ("kind", "size", "rows"),
     [("rnn", 63, 3), ("domino", 31, 1), ("dspine", 63, 1), ("xpress", 31, 3)],
 )
-def test_recorded_trees(
-    shallow: Tiny, monkeypatch: pytest.MonkeyPatch, kind: str, size: int, rows: int
-) -> None:
+def test_recorded_trees(shallow: Tiny, kind: str, size: int, rows: int) -> None:
     """Those of eager steps, node by node, until there are fewer tokens to come than distances."""
-    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
     model, given = shallow("llama_tied"), ragged((9, 5, 12)[:rows])
     name, texts, trees = adapt(model, kind), [], []
     sharpen(model, name)
@@ -185,9 +179,7 @@ def test_a_prefix_without_features(fresh: Tiny) -> None:
     name = adapt(model, "plain")
     first = model.generate(prompt(), **GREEDY, return_dict_in_generate=True)
     more = torch.cat([first.sequences, prompt(4, seed=3)], dim=1)
-    expected = model.generate(more, **GREEDY).tolist()
-    given = {CACHE: copy.deepcopy(first[CACHE])}
-    assert model.generate(more, **GREEDY, **drafting(name), **given).tolist() == expected
+    check_same(model, {**drafting(name), CACHE: first[CACHE]}, more)
     assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
 

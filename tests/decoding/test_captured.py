@@ -5,7 +5,6 @@ token. On a GPU these tests record CUDA graphs.
 """
 
 import gc
-import logging
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,12 +12,13 @@ from typing import Any
 import peft
 import pytest
 import torch
-from conftest import Tiny, check_same, prompt, ragged
+from conftest import Tiny, prompt, ragged
 from covering import covering
 from recurrent_models import recurrent
 from replay import RECORDED, Replay, Rerun
 from running import CAPTURED, LAYERS, drafting, family, proposals, without_pruning
-from test_compiled import adapt, compiled, generate, strategy
+from test_compiled import adapt, check_ways, compiled, generate, graphs_of, same, strategy
+from test_compiled import check as check_one
 from test_method_contract import CASES, FIRST, adapted
 from test_method_contract import strategy as variant_of
 from test_recurrent import STRATEGIES, with_adapter
@@ -30,16 +30,12 @@ from hf_spec.decoding.device_step import DeviceStep
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.model import captures
 from hf_spec.model.captures import Captured, Unrepeatable, Watch
-from hf_spec.model.graphs import Graphs
 from hf_spec.model.repeats import compile_once
 from modeling_patches.cache_name import CACHE
 
+pytestmark = pytest.mark.usefixtures("recorded")
+
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 8, "top_p": 0.95}
-
-
-@pytest.fixture(autouse=True)
-def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
 
 
 def drafts_outside(spec: dict[str, Any], settings: dict[str, Any]) -> bool:
@@ -51,13 +47,9 @@ def drafts_outside(spec: dict[str, Any], settings: dict[str, Any]) -> bool:
 
 def check(model: Any, spec: dict[str, Any], way: Any = RECORDED, **settings: Any) -> Any:
     """Two calls give the tokens of plain generation, the second one by replays alone."""
-    given = {"return_dict_in_generate": True, **way, **spec}
-    made = []
-    for _ in range(2):
-        output = check_same(model, given, **settings)
-        made.append(compiled(output)["made"])
-        assert compiled(output)["kept"] and not compiled(output)["refused"]
-    assert made[1] == 0
+    check_one(model, spec, way, **settings)
+    output = check_one(model, spec, way, **settings)
+    assert compiled(output)["made"] == 0
     assert bool(compiled(output)["outside"]) == drafts_outside(spec, settings)
     assert f"recorded steps: code ran {compiled(output)['runs']} times" in str(output.spec_stats)
     stats, plain = output.spec_stats, spec["assistant_strategy"] == "plain"
@@ -116,13 +108,14 @@ def test_drafts_are_those_of_eager_steps(tiny: Tiny, name: str, variant: str) ->
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["medusa", "prompt_lookup"])
-def test_processors_of_tokens(shallow: Tiny, name: str, settings: dict[str, Any]) -> None:
+def test_processors_of_tokens(
+    shallow: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any]
+) -> None:
     """The record is shown which tokens each row has, and how many, in a batch that shrinks, too."""
     model, spec, run = adapt(shallow(), name), strategy(name), DeviceStep.run
     inputs = {"input_ids": prompt()} if settings else ragged()
     settings = {**settings, "repetition_penalty": 1.7, "eos_token_id": 60, "max_new_tokens": 30}
     settings |= {"min_new_tokens": 9, "suppress_tokens": [7, 8]}
-    check(model, spec, **inputs, **settings)
     by_program = []
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -130,9 +123,9 @@ def test_processors_of_tokens(shallow: Tiny, name: str, settings: dict[str, Any]
         by_program.append(result[1])  # what a program accepts is in its place
         return result
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceStep, "run", watched)
-        check(model, spec, **inputs, **settings)
+    check_one(model, spec, RECORDED, **inputs, **settings)
+    monkeypatch.setattr(DeviceStep, "run", watched)
+    check(model, spec, **inputs, **settings)
     assert by_program and all(by_program)
     ours, other = (
         generate(model, inputs, **{**settings, "do_sample": False, "repetition_penalty": penalty})
@@ -145,20 +138,13 @@ def test_processors_of_tokens(shallow: Tiny, name: str, settings: dict[str, Any]
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_typical_acceptance(shallow: Tiny, settings: dict[str, Any]) -> None:
     """The tokens of eager steps, also of a seed where nothing is recorded any more."""
-    model, made = adapt(shallow(), "medusa"), []
+    model = adapt(shallow(), "medusa")
     lossy = drafting("medusa", num_draft_tokens=6, acceptance="typical", typical_epsilon=0.02)
     given = {**lossy, **settings, "max_new_tokens": 24}
-
-    def tokens(**way: Any) -> Tensor:
-        torch.manual_seed(3)
-        output = generate(model, ragged(), **given, **way)
-        assert output.spec_stats.num_drafted_tokens > 0
-        made.append(compiled(output)["made"] if way else 0)
-        return output.sequences
-
-    for _ in range(2):
-        tokens(**RECORDED)
-    assert torch.equal(tokens(**RECORDED), tokens()) and made[0] and not made[2]
+    made = [compiled(generate(model, ragged(), **given, **RECORDED))["made"] for _ in range(2)]
+    output = check_ways(model, ragged(), RECORDED, **given)
+    assert output.spec_stats.num_drafted_tokens > 0
+    assert made[0] and not compiled(output)["made"]
 
 
 @pytest.mark.usefixtures("sizes_as_shipped")
@@ -191,23 +177,20 @@ def test_other_weights(shallow: Tiny, way: Any) -> None:
             weight.data, other.data = other.data, weight.data
         else:
             weight.data = change(weight.data)
-        first = generate(model, prompt(), **{**spec, **way, "cache_implementation": "static"})
-        assert torch.equal(first.sequences, generate(model, prompt()).sequences)
+        first = same(model, spec, {**way, "cache_implementation": "static"}, inputs=prompt())
         made.append(compiled(first)["made"] > 0)
     assert made == [True, False, True, True]
 
 
 def test_caches_over_turns(shallow: Tiny) -> None:
     """What a call returns is the caller's, and the next call records nothing."""
-    model, spec = shallow(), {**drafting("prompt_lookup", max_nodes=4), **RECORDED}
-    turn, cache, made = prompt(), None, []
+    model, spec = shallow(), drafting("prompt_lookup", max_nodes=4)
+    turn, given, made = prompt(), {}, []
     for _ in range(3):
-        output = generate(model, turn, **({} if cache is None else {CACHE: cache}), **spec)
-        assert torch.equal(output.sequences, generate(model, turn).sequences)
-        turn, cache = output.sequences, output[CACHE]
+        output = same(model, {**spec, **given}, RECORDED, inputs=turn)
+        turn, given = output.sequences, {CACHE: output[CACHE]}
         made.append(compiled(output)["made"])
-        other = generate(model, prompt(seed=7), **spec)  # overwrites nothing of the cache
-        assert torch.equal(other.sequences, generate(model, prompt(seed=7)).sequences)
+        same(model, spec, RECORDED, inputs=prompt(seed=7))  # overwrites nothing of the cache
     assert made[0] and not any(made[2:]), made
 
 
@@ -266,20 +249,14 @@ def cut_into(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "inputs"),
-    [*zip(FEW, (ragged(), {"inputs": prompt()}))],
-)
+@pytest.mark.parametrize(("name", "inputs"), [*zip(FEW, (ragged(), {"inputs": prompt()}))])
 def test_parts(shallow: Tiny, cut_into: list[int], name: str, inputs: Any) -> None:
     """Greedy and sampled: layers are compiled once, and all is one record."""
     model, spec = adapt(shallow(layers=3), name), strategy(name, **FEW[name])
     check(model, spec, CAPTURED, **inputs, max_new_tokens=12)
     assert 0 < max(cut_into) < 4, "of three layers one is compiled"
-    found = []
-    for way in ({}, CAPTURED, CAPTURED):  # rows of sampled batches have numbers of their own
-        torch.manual_seed(3)
-        found.append(generate(model, dict(inputs), **spec, **way, **SAMPLED).sequences)
-        assert torch.equal(found[-1], found[0])
+    # Rows of sampled batches have numbers of their own.
+    check_ways(model, dict(inputs), CAPTURED, CAPTURED, **spec, **SAMPLED)
 
 
 @pytest.mark.usefixtures("sizes_as_shipped")
@@ -302,23 +279,19 @@ def test_parts_by_a_compiler(
 
 def test_code_is_kept_for_other_places(shallow: Tiny, cut_into: list[int]) -> None:
     """A record is for places in memory, compiled code for shapes."""
-    model = shallow(layers=3)
-    spec = {**strategy("prompt_lookup", **FEW["prompt_lookup"]), **CAPTURED, "max_new_tokens": 8}
-    first, second = (generate(model, prompt(), **spec) for _ in range(2))
-    assert compiled(first)["made"] and not compiled(second)["made"]
+    model, given = shallow(layers=3), {"inputs": prompt(), "max_new_tokens": 8}
+    spec = strategy("prompt_lookup", **FEW["prompt_lookup"])
+    made = [compiled(check_one(model, spec, **given))["made"] for _ in range(2)]
+    assert made[0] and not made[1]
     before = len(cut_into)
     memory(model)["graphs"].spare.clear()
-    del first, second
     gc.collect()
-    again = generate(model, prompt(), **spec)
-    assert compiled(again)["made"] and len(cut_into) == before
-    assert torch.equal(again.sequences, generate(model, prompt(), max_new_tokens=8).sequences)
+    assert compiled(same(model, spec, **given))["made"] and len(cut_into) == before
     # With other weights it is made anew.
     weight = model.model.layers[1].mlp.up_proj.weight
     weight.data = weight.data.flip(0).contiguous()
-    changed = generate(model, prompt(), **spec)
+    same(model, spec, **given)
     assert len(cut_into) > before
-    assert torch.equal(changed.sequences, generate(model, prompt(), max_new_tokens=8).sequences)
 
 
 # -- what cannot be recorded -------------------------------------------------------------------
@@ -366,20 +339,6 @@ def test_not_refused() -> None:
         assert torch.equal(found, wanted)
 
 
-def test_memory_runs_out(shallow: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("none is left")
-
-    model, spec = shallow(), {**drafting("prompt_lookup", max_nodes=4), **RECORDED}
-    want = generate(model, prompt()).sequences
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(captures.RECORDERS[prompt().device.type], "record", full)
-        for _ in range(2):
-            assert torch.equal(generate(model, prompt(), **spec).sequences, want)
-    [warned] = [one for one in caplog.records if "run as they are" in one.message]
-    assert "does not fit into memory (none is left)" in warned.message
-
-
 class Nothing(Replay):
     """Records what holds no memory, like a CUDA graph."""
 
@@ -390,27 +349,23 @@ class Nothing(Replay):
 def test_records_go(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the memory that they are for, and if there are too many."""
     monkeypatch.setitem(captures.RECORDERS, prompt().device.type, Nothing)
-    model, config, x = fresh(), RECORDED["compile_config"], torch.ones(3)
-
-    def kept() -> int:
-        return Graphs(model, config, "a test").details()["kept"]
+    model, x, buffer, other = fresh(), torch.ones(3), torch.zeros(3), torch.zeros(3)
 
     def run(name: str, buffer: Tensor) -> None:
-        graphs = Graphs(model, config, "a test")
+        graphs = graphs_of(model, RECORDED)
         graphs.run(name, lambda a, x: (a + x,), [buffer, x], lambda: (x,), tuple, static=1)
 
-    buffer, other = torch.zeros(3), torch.zeros(3)
     run("add", buffer)
     run("add", other)
-    assert kept() == 2
+    assert graphs_of(model, RECORDED).details()["kept"] == 2
     del buffer
     gc.collect()
-    assert kept() == 1
+    assert graphs_of(model, RECORDED).details()["kept"] == 1
     monkeypatch.setattr("hf_spec.model.graphs.MOST", 3)
     for name in "abcd":
         run("add", other)
         run(name, other)
-    graphs = Graphs(model, config, "a test")
+    graphs = graphs_of(model, RECORDED)
     found = {name for name in ("add", *"abcd") if graphs.get(name, [other, x], 1)}
     assert found == {"add", "c", "d"}
 
@@ -435,7 +390,7 @@ def test_buffers_of_earlier_calls_are_taken_over(
     """In turns with the stream that has used them, and with a note of the one that does now."""
     taken: list[Any] = []
     monkeypatch.setattr("hf_spec.model.graphs.take_turns", lambda _, *some: taken.append(some))
-    graphs, buffer = Graphs(fresh(), RECORDED["compile_config"], "a test"), torch.zeros(2, 3)
+    graphs, buffer = graphs_of(fresh(), RECORDED), torch.zeros(2, 3)
     graphs.spare([buffer])
     assert graphs.allocate((2, 3), buffer.dtype, buffer.device) is buffer
     assert graphs.allocate((2, 3), buffer.dtype, buffer.device) is not buffer
@@ -443,23 +398,19 @@ def test_buffers_of_earlier_calls_are_taken_over(
 
 
 def test_where_there_are_no_graphs(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = fresh()
+    model, spec = fresh(), strategy("prompt_lookup")
+    config = CompileConfig(backend="cudagraphs", options={"max_autotune": True})
     with pytest.raises(ValueError, match="this backend compiles nothing and has no options"):
-        config = CompileConfig(backend="cudagraphs", options={"max_autotune": True})
-        generate(
-            model, prompt(), **strategy("prompt_lookup"), **{**RECORDED, "compile_config": config}
-        )
+        generate(model, prompt(), **spec, compile_config=config)
     monkeypatch.delitem(captures.RECORDERS, model.device.type)
     with pytest.raises(ValueError, match="CUDA graphs need a CUDA device. Give another backend"):
-        generate(model, prompt(), **strategy("prompt_lookup"), **RECORDED)
+        generate(model, prompt(), **spec, **RECORDED)
 
 
 def test_nothing_is_compiled_that_could_be_disabled(fresh: Tiny) -> None:
     """TRL disables compiling in all rollouts."""
-    output = generate(
-        fresh(), prompt(), **strategy("prompt_lookup"), **RECORDED, disable_compile=True
-    )
-    assert compiled(output)["made"] and not compiled(output)["refused"]
+    way = {**RECORDED, "disable_compile": True}
+    assert compiled(check_one(fresh(), strategy("prompt_lookup"), way, inputs=prompt()))["made"]
 
 
 def test_the_forwards_of_an_assistant(tiny: Tiny, shallow: Any) -> None:

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from running import drafting
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -41,26 +42,20 @@ def steered(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     return steer
 
 
-def to_last(hidden: Tensor) -> Tensor:
-    changed = hidden.clone()
-    changed[:, -1] += VECTORS[0, 0]
-    return changed
-
-
-def to_new(hidden: Tensor) -> Tensor:
-    return hidden + VECTORS[0] if hidden.shape[1] == 1 else hidden
-
-
-def to_prompts(hidden: Tensor) -> Tensor:
-    return hidden + VECTORS[0] if hidden.shape[1] > 1 else hidden
+def to_last(hidden: Tensor, by: Tensor = VECTORS[0]) -> Tensor:
+    return torch.cat([hidden[:, :-1], hidden[:, -1:] + by], dim=1)
 
 
 def to_all(hidden: Tensor) -> Tensor:
     return hidden + VECTORS[0]
 
 
-def by_row(hidden: Tensor) -> Tensor:
-    return hidden + VECTORS[: len(hidden)]
+#: They tell tokens apart.
+APART: list[Callable[[Tensor], Tensor]] = [
+    to_last,
+    lambda hidden: to_all(hidden) if hidden.shape[1] == 1 else hidden,
+    lambda hidden: to_all(hidden) if hidden.shape[1] > 1 else hidden,
+]
 
 
 def ready(fresh: Tiny, method: str) -> PreTrainedModel:
@@ -76,7 +71,7 @@ def ready(fresh: Tiny, method: str) -> PreTrainedModel:
 def test_hooks_that_tell_tokens_apart_are_refused(fresh: Tiny, method: str) -> None:
     model = ready(fresh, method)
     check_same(model, drafting(method), prompt(), **GREEDY)
-    for change in (to_last, to_new, to_prompts):
+    for change in APART:
         handle = model.model.layers[1].register_forward_hook(steered(change))
         with pytest.raises(ValueError, match=rf"hooks \(steer\) does not work with {method}"):
             model.generate(prompt(), **GREEDY, **drafting(method))
@@ -93,14 +88,8 @@ class Steering:
 
     def __call__(self, module: Any, args: Any, output: Any) -> Any:
         self.calls += 1
-        by = VECTORS[0, 0] if self.on else self.strength * VECTORS[0, 0] + self.vector
-
-        def change(hidden: Tensor) -> Tensor:
-            changed = hidden.clone()
-            changed[:, -1] += by
-            return changed
-
-        return steered(change)(module, args, output)
+        by = VECTORS[0] if self.on else self.strength * VECTORS[0] + self.vector
+        return steered(lambda hidden: to_last(hidden, by))(module, args, output)
 
 
 def test_a_hook_that_is_switched_on(fresh: Tiny) -> None:
@@ -125,8 +114,7 @@ def test_a_hook_that_is_switched_on(fresh: Tiny) -> None:
 def test_hooks_on_all_tokens(fresh: Tiny, method: str) -> None:
     model, calls = ready(fresh, method), []
     unhooked = model.generate(prompt(), **GREEDY)
-    hook = steered(to_all)
-    model.model.layers[1].register_forward_hook(hook)
+    model.model.layers[1].register_forward_hook(steered(to_all))
     model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
     assert check_same(model, drafting(method), prompt(), **GREEDY).tolist() != unhooked.tolist()
     calls.clear()
@@ -138,7 +126,8 @@ def test_hooks_on_all_tokens(fresh: Tiny, method: str) -> None:
 def test_hooks_with_a_value_per_row(fresh: Tiny, method: str) -> None:
     """Rows stay in their places when others end."""
     model = ready(fresh, method)
-    model.model.layers[1].register_forward_hook(steered(by_row))
+    by_row = steered(lambda hidden: hidden + VECTORS[: len(hidden)])
+    model.model.layers[1].register_forward_hook(by_row)
     for given in ({"input_ids": prompt(batch=3)}, ragged((40, 5, 9))):
         plain = model.generate(**given, max_new_tokens=24, do_sample=False, eos_token_id=None)
         ends = [int(token) for token in plain[:2, -20]]
@@ -195,14 +184,18 @@ def test_registered_attention_gets_tree_masks(fresh: Tiny, register: Any, mask: 
             check_same(model, drafting(method), **ragged(), **GREEDY)
 
 
+def check_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="does not take explicit masks"):
+        model.generate(prompt(), **GREEDY, **LOOKUP)
+
+
 def test_attention_that_ignores_masks_is_refused(
     fresh: Tiny, register: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register(blind, sdpa_mask)
     model = fresh("llama")
     model.set_attn_implementation("own")
-    with pytest.raises(ValueError, match="does not take explicit masks"):
-        model.generate(prompt(), **GREEDY, **LOOKUP)
+    check_refused(model)
     model.set_attn_implementation("sdpa")
     check_same(model, LOOKUP, prompt(), **GREEDY)
 
@@ -212,36 +205,27 @@ def test_attention_that_ignores_masks_is_refused(
 
     with monkeypatch.context() as patch:  # as SageAttention says to use it
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", replaced)
-        with pytest.raises(ValueError, match="does not take explicit masks"):
-            model.generate(prompt(), **GREEDY, **LOOKUP)
+        check_refused(model)
     check_same(model, LOOKUP, prompt(), **GREEDY)
 
 
 # -- modules and adapters ------------------------------------------------------------------------
 
 
-class Wider(nn.Module):
-    """An MLP in another's place that sees which token is the last."""
-
-    def __init__(self, inside: nn.Module):
-        super().__init__()
-        self.inside = inside
-
+class ToLast(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
-        return to_last(self.inside(hidden))
+        return to_last(hidden)
 
 
 def test_other_modules_and_forwards_are_tried(fresh: Tiny) -> None:
     model = fresh("llama")
     layer = model.model.layers[1]
     mlp, stock = layer.mlp, layer.mlp.forward
-    layer.mlp = Wider(mlp)
-    with pytest.raises(ValueError, match="does not take explicit masks"):
-        model.generate(prompt(), **GREEDY, **LOOKUP)
+    layer.mlp = nn.Sequential(mlp, ToLast())
+    check_refused(model)
     layer.mlp = mlp
     mlp.forward = lambda hidden: to_last(stock(hidden))
-    with pytest.raises(ValueError, match="does not take explicit masks"):
-        model.generate(prompt(), **GREEDY, **LOOKUP)
+    check_refused(model)
     del mlp.forward
     check_same(model, LOOKUP, prompt(), **GREEDY)
 
@@ -265,13 +249,10 @@ def test_fingerprints(fresh: Tiny) -> None:
     model.generate(prompt(), **GREEDY, **LOOKUP)
     model(prompt(), output_hidden_states=True)
     assert fingerprint(model) == first
-    hook = steered(to_all)
-    for change, undo in (
-        (lambda: model.model.layers[0].register_forward_hook(hook), lambda handle: handle.remove()),
-        (
-            lambda: nn.modules.module.register_module_forward_hook(hook),
-            lambda handle: handle.remove(),
-        ),
+    hook, remove = steered(to_all), RemovableHandle.remove
+    changes: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        (lambda: model.model.layers[0].register_forward_hook(hook), remove),
+        (lambda: nn.modules.module.register_module_forward_hook(hook), remove),
         (lambda: model.bfloat16(), lambda _: model.float()),
         (lambda: model.train(), lambda _: model.eval()),
         (lambda: model.set_attn_implementation("eager"),
@@ -280,7 +261,8 @@ def test_fingerprints(fresh: Tiny) -> None:
          lambda _: torch.set_float32_matmul_precision("highest")),
         (lambda: torch.use_deterministic_algorithms(True),
          lambda _: torch.use_deterministic_algorithms(False)),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for change, undo in changes:
         undone = change()
         changed = fingerprint(model)
         assert changed != first and changed == fingerprint(model)

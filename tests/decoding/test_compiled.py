@@ -12,15 +12,16 @@ import weakref
 from itertools import product
 from typing import Any
 
+import architectures
 import pytest
 import torch
 from adapter_oracle import randomise
-from conftest import ARCHITECTURES, EOS, prompt, ragged
+from conftest import ARCHITECTURES, EOS, check_same, prompt, ragged
 from covering import EVERY_CASE, covering
-from replay import RECORDED, Replay
+from replay import RECORDED
 from running import CAPTURED, drafting, experts_are_captured, family
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 import hf_spec
 from hf_spec.cache.buffers import AttentionStates
@@ -68,16 +69,30 @@ def compiled(output: Any) -> dict[str, Any]:
     return output.spec_stats.details["compiled"]
 
 
-def check(model: Any, name: str = "prompt_lookup", **options: Any) -> Any:
-    """The output of compiled steps, after comparing it with what the model gives as it is now."""
-    few = {"max_new_tokens": 12}
-    plain = generate(model, prompt(), **few).sequences
-    # Trees of few sizes, each of which is a graph.
-    spec = strategy(name, **{"max_depth": 1, **options})
-    output = generate(model, prompt(), **few, **spec, **CAPTURED)
-    assert torch.equal(output.sequences, plain)
-    assert compiled(output)["kept"] and not compiled(output)["refused"]
+def same(model: Any, spec: dict[str, Any], way: Any = CAPTURED, **settings: Any) -> Any:
+    """The output of compiled steps, whose tokens are those of plain generation."""
+    return check_same(model, {**spec, **way, "return_dict_in_generate": True}, **settings)
+
+
+def check(model: Any, spec: dict[str, Any], way: Any = CAPTURED, **settings: Any) -> Any:
+    """The same where nothing is refused."""
+    output = same(model, spec, way, **settings)
+    assert compiled(output)["kept"] and not compiled(output)["refused"], compiled(output)
     return output
+
+
+def check_ways(model: Any, inputs: Any, *ways: dict[str, Any], **kwargs: Any) -> Any:
+    """The output of the last way, whose tokens are those of eager steps with the same seed."""
+    found = []
+    for way in ({}, *ways):
+        torch.manual_seed(3)
+        found.append(generate(model, inputs, **kwargs, **way))
+        assert torch.equal(found[-1].sequences, found[0].sequences)
+    return found[-1]
+
+
+def graphs_of(model: Any, way: Any = CAPTURED) -> Graphs:
+    return Graphs(model, way["compile_config"], "a test")
 
 
 # -- the same tokens ---------------------------------------------------------------------------
@@ -90,15 +105,20 @@ KINDS = ["llama", "gemma3", "opt", "mixtral"]
 def test_every_architecture(shallow: Any, architecture: str) -> None:
     """With a layer of each kind that it has."""
     layers = 2 if architecture in ("gemma2", "gemma3", "cohere2") else 1
-    model, inputs = adapt(shallow(architecture, layers), "space"), ragged((12, 5))
-    plain = generate(model, inputs).sequences
-    output = generate(model, inputs, **strategy("space", num_draft_tokens=3), **CAPTURED)
-    assert torch.equal(output.sequences, plain)
-    found = compiled(output)
+    model = adapt(shallow(architecture, layers), "space")
+    given = {"spec": strategy("space", num_draft_tokens=3), **ragged((12, 5))}
     if architecture == "mixtral" and not experts_are_captured():
-        assert "BF16" in str(found["refused"])
+        assert "BF16" in str(compiled(same(model, **given))["refused"])
     else:
-        assert found["kept"] and not found["refused"], found
+        check(model, **given)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "llama4_text"])
+def test_attention_with_an_index_of_keys_or_in_chunks(kind: str) -> None:
+    config = architectures.tiny_config(kind)
+    if kind == "deepseek_v32":  # torch captures the grouped product of experts in bfloat16 only
+        config.mlp_layer_types = ["dense"] * architectures.LAYERS
+    check(architectures.random_model(config), drafting("prompt_lookup"), **ragged())
 
 
 @pytest.mark.parametrize(("part", "accepted"), [("tokens", True), ("chances", False)])
@@ -117,17 +137,8 @@ def test_trees_are_checked_by_their_chances(
         return torch.cat(list(parts.values()), 1)
 
     monkeypatch.setattr(growth, "grow", grow)
-    model = adapt(shallow(), "medusa")
-    plain = generate(model, prompt()).sequences
-    output = generate(model, prompt(), **strategy("medusa"), **CAPTURED)
-    assert torch.equal(output.sequences, plain)
+    output = same(adapt(shallow(), "medusa"), strategy("medusa"), inputs=prompt())
     assert bool(compiled(output)["refused"]) != accepted
-
-
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled code is recorded, as on a GPU."""
-    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
 
 
 @pytest.mark.usefixtures("recorded")
@@ -145,26 +156,20 @@ def test_every_strategy(shallow: Any, name: str, sampled: bool) -> None:
     settings: dict[str, Any] = {}
     if sampled:
         settings = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
-    found = []
-    for compile in ({}, CAPTURED, CAPTURED):
-        torch.manual_seed(5)
-        found.append(generate(model, inputs, **settings, **strategy(name, **options), **compile))
-        assert torch.equal(found[-1].sequences, found[0].sequences)
-    assert compiled(found[2])["kept"] and not compiled(found[2])["refused"]
+    spec = strategy(name, **options)
+    found = check_ways(model, inputs, CAPTURED, CAPTURED, **settings, **spec)
+    assert compiled(found)["kept"] and not compiled(found)["refused"]
     if not sampled:
-        assert torch.equal(found[0].sequences, generate(model, inputs).sequences)
+        assert torch.equal(found.sequences, generate(model, inputs).sequences)
 
 
 def test_rows_end_one_by_one(shallow: Any) -> None:
     """The batch goes down in powers of two, and outputs are those of rows alone."""
-    model = adapt(shallow(), "bita")
-    inputs, more = ragged((12, 5, 9, 7, 8, 12, 6, 10)), {"max_new_tokens": 30}
+    model, more = adapt(shallow(), "bita"), {"max_new_tokens": 30}
+    inputs = ragged((12, 5, 9, 7, 8, 12, 6, 10))
     whole = generate(model, inputs, **more).sequences
     more["eos_token_id"] = [EOS, *whole[:, -28:].flatten()[::3].unique()[:6].tolist()]
-    plain = generate(model, inputs, **more).sequences
-    output = generate(model, inputs, **more, **strategy("bita"), **CAPTURED)
-    assert torch.equal(output.sequences, plain)
-    assert not compiled(output)["refused"]
+    check(model, strategy("bita"), **inputs, **more)
 
 
 def test_scores_and_caches_go_in_and_out(shallow: Any) -> None:
@@ -172,14 +177,12 @@ def test_scores_and_caches_go_in_and_out(shallow: Any) -> None:
     spec = {**strategy("prompt_lookup"), **CAPTURED}
     for rows, given in ((1, {CACHE: DynamicCache(config=model.config)}), (2, {})):
         first = generate(model, prompt(10, rows), **record)
-        longer = generate(model, first.sequences).sequences
         output = generate(model, prompt(10, rows), **given, **spec, **record)
         assert torch.equal(output.sequences, first.sequences)
         for name in ("scores", "logits"):
             for one, other in zip(output[name], first[name], strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-        again = generate(model, first.sequences, **{CACHE: output[CACHE]}, **spec)
-        assert torch.equal(again.sequences, longer)
+        same(model, {**spec, CACHE: output[CACHE]}, {}, inputs=first.sequences)
 
 
 def test_adapters_of_one_name(shallow: Any) -> None:
@@ -187,17 +190,17 @@ def test_adapters_of_one_name(shallow: Any) -> None:
     model = shallow()
     for seed in (2, 3):
         adapt(model, "space", seed=seed)
-        spec = strategy("space", max_depth=1)
-        want = generate(model, prompt(), max_new_tokens=12, **spec).spec_stats
-        assert check(model, "space").spec_stats.accepted_histogram == want.accepted_histogram
+        spec, few = strategy("space", max_depth=1), {"max_new_tokens": 12}
+        want = generate(model, prompt(), **few, **spec).spec_stats.accepted_histogram
+        found = check(model, spec, inputs=prompt(), **few)
+        assert found.spec_stats.accepted_histogram == want
         model.delete_adapter("one")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_is_that_of_the_inputs(dtype: torch.dtype, fresh: Any) -> None:
     """Probabilities in float32 from states in bfloat16 are no more exact than these."""
-    model = fresh()
-    graphs, states = Graphs(model, CAPTURED["compile_config"], "a test"), torch.ones(3, dtype=dtype)
+    graphs, states = graphs_of(fresh()), torch.ones(3, dtype=dtype)
 
     def run(name: Any, scale: float) -> None:
         near = states.float() * scale
@@ -223,12 +226,10 @@ def test_rounding_is_that_of_the_inputs(dtype: torch.dtype, fresh: Any) -> None:
 def test_code_that_differs_once(checks: list[bool], used: bool, fresh: Any) -> None:
     """As where rounding chooses another expert: it is checked again until it has agreed once more
     than it has differed, and refused where it mostly differs. It is compiled once."""
-    graphs = Graphs(fresh(), CAPTURED["compile_config"], "a test")
-    x, compiled_times = torch.ones(3), 0
+    graphs, x, compiled_times = graphs_of(fresh()), torch.ones(3), list[int]()
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        nonlocal compiled_times
-        compiled_times += 1
+        compiled_times.append(1)
         return (x + 1,)
 
     for number, agrees in enumerate(checks):
@@ -238,7 +239,7 @@ def test_code_that_differs_once(checks: list[bool], used: bool, fresh: Any) -> N
         assert torch.equal(found, want)
     assert (graphs.get("a", [x]) is not None) == used != bool(graphs.details()["refused"])
     graphs.run("a", function, [x], lambda: (x + 1,), tuple)
-    assert graphs.made == len(checks) and compiled_times == 1
+    assert graphs.made == len(checks) and compiled_times == [1]
 
 
 @pytest.mark.parametrize("given", ["in options", "in the environment"])
@@ -268,10 +269,8 @@ def test_a_steady_state_compiles_nothing(shallow: Any) -> None:
         (strategy("space", tree="chain", max_depth=2), prompt(5)), (lookup, prompt(22)),
         (strategy("medusa", tree="chain"), prompt(17, 2)),
     ]  # fmt: skip
-    seen = [
-        compiled(generate(model, inputs, max_new_tokens=8, **spec, **CAPTURED))
-        for spec, inputs in calls * 2
-    ]
+    few = {**CAPTURED, "max_new_tokens": 8}
+    seen = [compiled(generate(model, ids, **spec, **few)) for spec, ids in calls * 2]
     assert all(found["made"] == 0 for found in seen[5:])
     assert sum(found["made"] for found in seen) == seen[-1]["kept"]
 
@@ -347,13 +346,13 @@ def test_a_model_is_freed(shallow: Any) -> None:
 # -- what cannot be compiled -------------------------------------------------------------------
 
 
-def reads_numbers(model: Any) -> None:
+def reads_numbers(model: Any, patch: pytest.MonkeyPatch) -> None:
     layer = model.model.layers[1].mlp
     stock = layer.forward
     layer.forward = lambda x: stock(x) if float(x.sum()) < 1e9 else x
 
 
-def knows_tracers(model: Any) -> None:
+def knows_tracers(model: Any, patch: pytest.MonkeyPatch) -> None:
     """It computes something else on tensors without data; the trial of the code finds it out."""
     stock = model.model.forward
 
@@ -371,11 +370,18 @@ def test_hooks_that_transformers_leaves(shallow):
     model = shallow()
     model(prompt(), output_hidden_states=True)
     assert any(module._forward_hooks for module in model.modules())
-    check(model)
+    check(model, strategy("prompt_lookup", max_depth=1), inputs=prompt(), max_new_tokens=12)
 
 
-def has_hooks(model: Any) -> None:
+def has_hooks(model: Any, patch: pytest.MonkeyPatch) -> None:
     model.model.layers[0].register_forward_hook(lambda *args: None)
+
+
+def fills_memory(model: Any, patch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("none is left")
+
+    patch.setattr(captures.RECORDERS[model.device.type], "record", full)
 
 
 @pytest.mark.usefixtures("hooks_count")
@@ -385,23 +391,21 @@ def has_hooks(model: Any) -> None:
         (reads_numbers, CAPTURED, "DataDependent"), (has_hooks, CAPTURED, "have hooks"),
         (knows_tracers, CAPTURED, "gives something else"), (has_hooks, RECORDED, "have hooks"),
         (reads_numbers, RECORDED, "_local_scalar_dense"),
+        (fills_memory, RECORDED, "does not fit into memory (none is left)"),
     ],
 )  # fmt: skip
 def test_a_forward_that_cannot_be_captured(
-    shallow: Any, caplog: Any, monkeypatch: Any, change: Any, way: Any, message: str
+    request: Any, shallow: Any, caplog: Any, monkeypatch: Any, change: Any, way: Any, message: str
 ) -> None:
     """It runs as it is, and one warning says why."""
     if way is RECORDED:
-        monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
-    model: PreTrainedModel = shallow(layers=2)
-    change(model)
-    want = generate(model, prompt(), **strategy("prompt_lookup")).sequences
+        request.getfixturevalue("recorded")
+    model, spec = shallow(layers=2), strategy("prompt_lookup")
+    change(model, monkeypatch)
     with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            output = generate(model, prompt(), **strategy("prompt_lookup"), **way)
-            assert torch.equal(output.sequences, want) and compiled(output)["kept"] == 0
-    [warned] = [one for one in caplog.records if "run as they are" in one.message]
-    assert message in warned.message
+        assert compiled(check_ways(model, prompt(), way, way, **spec))["kept"] == 0
+    [warned] = [one.message for one in caplog.records if "run as they are" in one.message]
+    assert message in warned
 
 
 def test_pruning_is_refused(shallow: Any) -> None:
@@ -412,7 +416,6 @@ def test_pruning_is_refused(shallow: Any) -> None:
 
 def test_when_steps_are_compiled(fresh: Any) -> None:
     model = fresh()
-    plain = generate(model, prompt()).sequences
     config = CompileConfig(backend="eager")
     eager: list[dict[str, Any]] = [
         {"cache_implementation": STATIC, "compile_config": config, "disable_compile": True},
@@ -421,8 +424,7 @@ def test_when_steps_are_compiled(fresh: Any) -> None:
     if model.device.type == "cpu":  # there only on request
         eager.append({"cache_implementation": STATIC})
     for kwargs in eager:
-        output = generate(model, prompt(), **strategy("prompt_lookup"), **kwargs)
-        assert torch.equal(output.sequences, plain)
+        output = same(model, strategy("prompt_lookup"), kwargs, inputs=prompt())
         assert "compiled" not in output.spec_stats.details
     with pytest.raises(ValueError, match="cache_implementation='static' instead"):
         cache = StaticCache(config=model.config, max_cache_len=64)

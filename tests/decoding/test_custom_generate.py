@@ -6,26 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import STRATEGIES, Tiny, prompt, ragged
+from conftest import STRATEGIES, Tiny, check_same, prompt, ragged
 from running import drafting, no_forward
+from test_generate import Puts
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import utils
 
 import hf_spec
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
-
-
-class Streamer:
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.ended = False
-
-    def put(self, tokens: torch.Tensor) -> None:
-        self.tokens += tokens.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended = True
 
 
 @pytest.fixture
@@ -40,11 +29,11 @@ def unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(GenerationConfig, "assistant_strategy")
     monkeypatch.delattr(GenerationConfig, "assistant_kwargs")
     monkeypatch.delattr(GenerationMixin, "_hf_spec_decode")
-    modes = {mode: name for mode, name in utils.GENERATION_MODES_MAPPING.items() if mode != MODE}
+    modes = {**utils.GENERATION_MODES_MAPPING}
+    del modes["hf_spec_decode"]
     monkeypatch.setattr(utils, "GENERATION_MODES_MAPPING", modes)
 
 
-MODE = "hf_spec_decode"
 CALLS: dict[str, dict[str, Any]] = {
     "auto": {},
     "by name": {"assistant_strategy": "prompt_lookup"},
@@ -93,13 +82,20 @@ def test_without_any_registration(tiny: Tiny, decoded: list[str], call: str) -> 
 
 def test_as_by_the_name_of_a_strategy(tiny: Tiny, decoded: list[str]) -> None:
     """With arguments that Transformers keeps from callables."""
-    model, streamer = tiny(), Streamer()
+    model, streamer = tiny(), Puts()
     for call in ("auto", "by name"):
         check(model, CALLS[call])
-    given: dict[str, Any] = {**GREEDY, "streamer": streamer, "assistant_model": model}
-    found = model.generate(prompt(), **given, custom_generate=hf_spec.generate)
+    given = {"streamer": streamer, "assistant_model": model}
+    check_streamed(model, streamer, custom_generate=hf_spec.generate, **given)
     assert decoded == ["mtp", "prompt_lookup", "draft_model"]
-    assert streamer.tokens == found[0].tolist() and streamer.ended
+
+
+def check_streamed(model: Any, ours: Puts, **call: Any) -> None:
+    """The call gives, and its streamer gets, what they do in plain generation."""
+    plain = Puts()
+    expected = model.generate(prompt(), **GREEDY, streamer=plain)
+    assert torch.equal(model.generate(prompt(), **GREEDY, **call), expected)
+    assert ours.calls == plain.calls
 
 
 @pytest.mark.parametrize("registered", [True, False])
@@ -107,22 +103,20 @@ def test_arguments_that_are_bound(
     tiny: Tiny, decoded: list[str], registered: bool, request: pytest.FixtureRequest
 ) -> None:
     """Also with no registration, where an assistant and a streamer get there in no other way."""
-    model, streamer = tiny(), Streamer()
-    expected = model.generate(prompt(), **GREEDY)
+    model, streamer = tiny(), Puts()
     if not registered:
         request.getfixturevalue("unregistered")
     bound = functools.partial(
         hf_spec.generate, streamer=streamer, assistant_model=model,
         assistant_strategy="draft_model", assistant_kwargs={"drafting": "always"},
     )  # fmt: skip
-    assert torch.equal(model.generate(prompt(), **GREEDY, custom_generate=bound), expected)
+    check_streamed(model, streamer, custom_generate=bound)
     assert decoded == ["draft_model"]
-    assert streamer.tokens == expected[0].tolist() and streamer.ended
 
     def own(model: Any, *args: Any, **kwargs: Any) -> Any:
         return hf_spec.generate(model, *args, assistant_strategy="prompt_lookup", **kwargs)
 
-    assert torch.equal(model.generate(prompt(), **GREEDY, custom_generate=own), expected)
+    check_same(model, {"custom_generate": own}, prompt(), **GREEDY)
     assert decoded == ["draft_model", "prompt_lookup"]
 
 
@@ -157,10 +151,8 @@ def own_loop(model: Any, *args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("own", [own_loop, functools.partial(own_loop)])
 def test_other_methods_beside_a_strategy(fresh: Tiny, own: Any) -> None:
     model, spec = fresh(), STRATEGIES["prompt_lookup"]
-    calls: list[dict[str, Any]] = [
-        spec, {"generation_config": hf_spec.SpecConfig("prompt_lookup", **GREEDY)},
-    ]  # fmt: skip
-    for call in calls:
+    config = hf_spec.SpecConfig("prompt_lookup", **GREEDY)
+    for call in (spec, {"generation_config": config}):
         with no_forward(model), pytest.raises(ValueError, match="custom_generate=.*both name a de"):
             model.generate(prompt(), **call, custom_generate=own)
     expected = model.generate(prompt(), **GREEDY)
@@ -183,8 +175,7 @@ def test_repositories_beside_a_strategy(
     )
     call = {**GREEDY, "custom_generate": str(tmp_path / "repo"), "trust_remote_code": True}
     assert torch.equal(tiny().generate(prompt(), **call), prompt())
-    with pytest.raises(ValueError, match="repo' with assistant_strategy='prompt_lookup': both na"):
-        tiny().generate(prompt(), **call, **drafting("prompt_lookup"))
     config = hf_spec.SpecConfig("prompt_lookup", **GREEDY)
-    with pytest.raises(ValueError, match="repo' with assistant_strategy='prompt_lookup': both na"):
-        tiny().generate(prompt(), **{**call, "generation_config": config})
+    for named in (drafting("prompt_lookup"), {"generation_config": config}):
+        with pytest.raises(ValueError, match="repo' with assistant_strategy='prompt_lookup': both"):
+            tiny().generate(prompt(), **call, **named)

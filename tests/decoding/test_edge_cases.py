@@ -9,10 +9,11 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from conftest import PAD, Tiny, check_same, plainly, prompt, ragged
+from conftest import Tiny, check_same, plainly, prompt, ragged
 from covering import covering
 from running import drafting, family, one_of_each_kind
 from test_compiled import adapt, strategy
+from test_generate import emitted
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -49,8 +50,7 @@ def test_one_or_two_new_tokens(tiny: Tiny, spec: Spec, inputs: dict[str, Any]) -
     out = check_same(model, {**spec, **more}, **inputs, max_new_tokens=1)
     assert out.sequences.shape[1] == 13 and len(out.scores) == 1
     assert out.spec_stats.num_steps == out.spec_stats.mean_accepted_tokens == 1
-    lengths = inputs.get("attention_mask", torch.ones(1, 12)).sum(-1).long()
-    assert out[CACHE].host_lengths == lengths.tolist()
+    assert out[CACHE].host_lengths == ([12, 5, 9] if "attention_mask" in inputs else [12])
 
 
 def test_eos_anywhere_in_a_draft(tiny: Tiny, spec: Spec) -> None:
@@ -58,17 +58,12 @@ def test_eos_anywhere_in_a_draft(tiny: Tiny, spec: Spec) -> None:
     model = tiny("gpt2" if spec["assistant_strategy"] == "prompt_lookup" else "llama_tied")
     free = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
     assert max(free.spec_stats.accepted_histogram) >= 3
+    returned = {**spec, "return_dict_in_generate": True}
     for eos in set(free.sequences[0, 12:].tolist()):
         check_same(model, spec, input_ids=prompt(), eos_token_id=eos)
-        check_same(model, spec, **ragged(), eos_token_id=eos, pad_token_id=50)
-        out = model.generate(
-            **ragged(), **GREEDY, **spec, eos_token_id=eos, return_dict_in_generate=True
-        )
-        for row, tokens in enumerate(out.sequences[:, 12:].tolist()):
-            end = tokens.index(eos) + 1 if eos in tokens else len(tokens)
-            assert set(tokens[end:]) <= {PAD}
-            length = int(ragged()["attention_mask"][row].sum())
-            assert out[CACHE].host_lengths[row] == length + end - 1
+        out = check_same(model, returned, **ragged(), eos_token_id=eos, pad_token_id=50)
+        ends = emitted(out.sequences[:, 12:], [eos])
+        assert out[CACHE].host_lengths == [12 + ends[0] - 1, 5 + ends[1] - 1, 9 + ends[2] - 1]
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "opt", "llama"])
@@ -105,56 +100,39 @@ def test_half_precision(tiny: Tiny, spec: Spec, architecture: str, dtype: torch.
 # -- models that are wrapped, compiled or dispatched -----------------------------------------
 
 
-def compile_forward(model: Any, **how: Any) -> Any:
-    """As Transformers' guide does."""
-    model.forward = torch.compile(model.forward, **how)
-    return model
-
-
-def compile_in_place(model: Any, **how: Any) -> Any:
-    model.compile(**how)
-    return model
-
-
-def compile_wrapper(model: Any, **how: Any) -> Any:
-    return torch.compile(model, **how)
-
-
-def compile_decoder(model: Any, **how: Any) -> Any:
-    model.model.forward = torch.compile(model.model.forward, **how)
-    return model
-
-
-def compile_decoder_wrapper(model: Any, **how: Any) -> Any:
-    model.model = torch.compile(model.model, **how)
-    return model
-
-
-def compile_layers(model: Any, **how: Any) -> Any:
+def compile_layers(model: Any, **how: Any) -> None:
     for layer in model.model.layers:
         layer.compile(**how)
-    return model
 
 
-COMPILE = (
-    compile_forward, compile_in_place, compile_wrapper, compile_decoder, compile_decoder_wrapper,
-    compile_layers,
-)  # fmt: skip
+#: What a user compiles; the first as Transformers' guide does. The wrapper is another model.
+COMPILED: dict[str, Callable[..., Any]] = {
+    "forward": lambda model, **how: setattr(model, "forward", torch.compile(model.forward, **how)),
+    "in place": lambda model, **how: model.compile(**how),
+    "wrapper": torch.compile,
+    "forward of the decoder": lambda model, **how: setattr(
+        model.model, "forward", torch.compile(model.model.forward, **how)
+    ),
+    "wrapper of the decoder": lambda model, **how: setattr(
+        model, "model", torch.compile(model.model, **how)
+    ),
+    "layers": compile_layers,
+}
 
 
-@pytest.mark.parametrize(("name", "compiled"), [*zip(one_of_each_kind(), COMPILE)])
+@pytest.mark.parametrize(("name", "part"), [*zip(one_of_each_kind(), COMPILED)])
 def test_compiled_models(
-    shallow: Any, name: str, compiled: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    shallow: Any, name: str, part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Steps are not compiled, of which one warning tells."""
     model = adapt(shallow(layers=2), name)
-    settings = {"max_new_tokens": 8, "do_sample": False}
-    plain = model.generate(**ragged((12, 5)), **settings)
-    model = compiled(model, backend="eager", dynamic=True)
+    given = {**ragged((12, 5)), "max_new_tokens": 8, "do_sample": False}
+    plain = model.generate(**given)
+    wrapper = COMPILED[part](model, backend="eager", dynamic=True)
+    model = model if wrapper is None else wrapper
     for _ in range(2):
-        ours = model.generate(**ragged((12, 5)), **settings, **strategy(name))
-        assert ours.tolist() == plain.tolist()
-    assert caplog.text.count("is compiled by torch.compile") == (compiled is not compile_wrapper)
+        assert torch.equal(model.generate(**given, **strategy(name)), plain)
+    assert caplog.text.count("is compiled by torch.compile") == (part != "wrapper")
     assert hf_spec.last_stats(model) is not None
     torch._dynamo.reset()
 
@@ -168,24 +146,23 @@ def test_compiled_models(
 )
 def test_gradient_checkpointing(shallow: Any, name: str, architecture: str) -> None:
     """As in evaluation where the cache is kept without gradients, else refused by name."""
-    model = adapt(shallow(architecture, layers=2), name)
-    plain = model.generate(**ragged((12, 5)), **GREEDY)
+    model, spec = adapt(shallow(architecture, layers=2), name), strategy(name)
+    given = {**ragged((12, 5)), **GREEDY}
+    plain = model.generate(**given)
     model.train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     model.gradient_checkpointing_enable()
-    if torch.equal(model.generate(**ragged((12, 5)), **GREEDY), plain):
-        ours = model.generate(**ragged((12, 5)), **GREEDY, **strategy(name))
-        assert torch.equal(ours, plain)
+    if torch.equal(model.generate(**given), plain):
+        assert torch.equal(model.generate(**given, **spec), plain)
     else:  # each token from the one before it alone
         message = f"{type(model).__name__} is in training mode with gradient check.* model.eval"
         with pytest.raises(ValueError, match=message):
-            model.generate(**ragged((12, 5)), **GREEDY, **strategy(name))
+            model.generate(**given, **spec)
     for change in (model.eval, model.gradient_checkpointing_disable):
         change()
-        ours = model.generate(**ragged((12, 5)), **GREEDY, **strategy(name))
-        assert torch.equal(ours, plain)
+        assert torch.equal(model.generate(**given, **spec), plain)
         model.train()
 
 
@@ -207,14 +184,10 @@ def test_training_mode_and_dropout(
 
 
 def test_inference_mode(tiny: Tiny, spec: Spec) -> None:
-    model = tiny()
-    plain = model.generate(prompt(), **GREEDY)
     with torch.inference_mode():
-        out = model.generate(prompt(), **GREEDY, **spec, return_dict_in_generate=True)
-        assert out.sequences.tolist() == plain.tolist()
-        ids = torch.cat([plain, prompt(4, seed=9)], dim=1)
-        ours = model.generate(ids, **{CACHE: out[CACHE]}, **GREEDY, **spec)
-    assert ours.tolist() == model.generate(ids, **GREEDY).tolist()
+        out = check_same(tiny(), {**spec, "return_dict_in_generate": True}, prompt())
+        ids = torch.cat([out.sequences, prompt(4, seed=9)], dim=1)
+        check_same(tiny(), {**spec, CACHE: out[CACHE]}, ids)
 
 
 # -- attention back ends ---------------------------------------------------------------------
@@ -284,22 +257,6 @@ def test_flash_without_sdpa_is_refused(fresh: Tiny) -> None:
         ValueError, match="flash_attention_2.*attn_implementation='sdpa' or 'eager'"
     ):
         attention_masks.TreeAttention(model)
-
-
-def test_folded_heads_are_sdpa() -> None:
-    """Folding a group's query heads into the queries changes nothing; masks of any row differ."""
-    torch.manual_seed(0)
-    module = torch.nn.Module()
-    module.num_key_value_groups, module.is_causal, module.training = 3, True, False
-    q, k, v = (torch.randn(2, heads, n, 8) for heads, n in ((6, 5), (2, 11), (2, 11)))
-    mask = torch.rand(2, 1, 5, 11) < 0.6
-    mask[..., 0] = True
-    additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    ours, _ = attention_masks.attend(module, q, k, v, additive, scaling=0.3)
-    stock, _ = attention_masks.ALL_ATTENTION_FUNCTIONS["sdpa"](
-        module, q, k, v, additive, scaling=0.3
-    )
-    torch.testing.assert_close(ours, stock)  # the default tolerance of fp32
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -13,11 +13,10 @@ import torch
 from architectures import assistant_for, base_of
 from conftest import ragged
 from covering import covering
-from replay import RECORDED, Replay
+from replay import RECORDED
 from running import as_if, family
 from test_compiled import CAPTURED, adapt, generate
 
-from hf_spec.model import captures
 from hf_spec.policy.step_policy import StepPolicy
 
 #: What brings numbers to the host.
@@ -53,55 +52,49 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 #: Reads per step. Assistants go on from tokens that the host knows.
 READS_OF = {"draft_model": 2}
+NAMES = (
+    "prompt_lookup", "medusa", "propd", "bita", "space", "ppd", "dflash", "dspark", "eagle3",
+    "mtp", "draft_model",
+)  # fmt: skip
 
 
+def made(shallow: Any, name: str) -> tuple[Any, dict[str, Any]]:
+    """A model with an adapter or an assistant, and the keywords of its calls."""
+    kwargs: dict[str, Any] = {"assistant_strategy": name, "eos_token_id": None}
+    if name == "shared keys":
+        kwargs["assistant_strategy"] = "draft_model"
+        return base_of("shared"), kwargs | {"assistant_model": assistant_for("shared", True)}
+    if name == "draft_model":
+        kwargs["assistant_model"] = shallow(layers=1)
+    return adapt(shallow(layers=1 + (name == "propd")), name), kwargs  # it looks at earlier layers
+
+
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize(
-    ("name", "way"),
-    covering(
-        product(
-            (
-                "prompt_lookup", "medusa", "propd", "bita", "space", "ppd", "dflash", "dspark",
-                "eagle3", "mtp", "draft_model",
-            ),
-            ("compiled", "recorded"),
-        ),
-        lambda name, way: [(family(name), way)] if way == "recorded" or name == "medusa" else [],
-    ),
+    ("name", "way", "options"),
+    [
+        *((*case, {}) for case in covering(
+            product(NAMES, ("compiled", "recorded")),
+            lambda name, way: [(family(name), way)] if way == "recorded" or name == "medusa" else []
+        )),
+        ("shared keys", "compiled", {"max_depth": 2}),  # few levels, each a graph
+    ],
 )  # fmt: skip
 def test_one_read_per_step(
-    shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, way: str
+    shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, way: str, options: dict[str, Any]
 ) -> None:
-    """Compiled, and recorded."""
     as_if(True, monkeypatch)
-    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
-    model = adapt(shallow(layers=1 + (name == "propd")), name)  # which looks at an earlier layer
-    options: dict[str, Any] = {"drafting": "always"}
-    kwargs = {"assistant_strategy": name, "assistant_kwargs": options, "eos_token_id": None}
-    kwargs |= {"assistant_model": shallow(layers=1)} if name == "draft_model" else {}
+    model, kwargs = made(shallow, name)
+    kwargs["assistant_kwargs"] = {"drafting": "always", **options}
     kwargs |= RECORDED if way == "recorded" else CAPTURED
     # In the first call much is made that the later one finds.
     generate(model, ragged(), max_new_tokens=10, **kwargs)
     with counted(monkeypatch) as seen:
-        output = generate(model, ragged(), max_new_tokens=44, **kwargs)
-    steps = output.spec_stats.num_steps
-    # Some more to begin with, and while rows end, when it matters how many tokens are left.
-    expected, more = READS_OF.get(name, 1) * steps, 30
-    assert more < expected and len(seen) < expected + more, (steps, len(seen))
-
-
-def test_reads_of_compiled_steps_with_the_models_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_if(True, monkeypatch)
-    kwargs = {
-        "assistant_strategy": "draft_model", "eos_token_id": None,
-        "assistant_kwargs": {"drafting": "always", "max_depth": 2},  # few levels, each a graph
-        "assistant_model": assistant_for("shared", ordered=True), **CAPTURED,
-    }  # fmt: skip
-    model = base_of("shared")
-    generate(model, ragged(), max_new_tokens=10, **kwargs)
-    with counted(monkeypatch) as seen:
         output = generate(model, ragged(), max_new_tokens=60, **kwargs)
     steps = output.spec_stats.num_steps
-    assert steps > 30 and len(seen) < 2 * steps + 30, (steps, len(seen))
+    # Some more to begin with, and while rows end, when it matters how many tokens are left.
+    expected, more = READS_OF.get(kwargs["assistant_strategy"], 1) * steps, 30
+    assert more < expected and len(seen) < expected + more, (steps, len(seen))
 
 
 @pytest.mark.parametrize(
@@ -117,12 +110,10 @@ def test_levels_are_chosen_without_reads(
     as_if(True, monkeypatch)
     monkeypatch.setattr(StepPolicy, "draft_cost", lambda self: cost)
     monkeypatch.setattr(StepPolicy, "paused", False)
-    model = adapt(shallow(layers=1), name)
-    kwargs = {"assistant_strategy": name, "eos_token_id": None, "max_new_tokens": 80}
-    kwargs |= {"assistant_model": shallow(layers=1)} if name == "draft_model" else {}
+    model, kwargs = made(shallow, name)
     prompts = {key: values[:1] for key, values in ragged().items()}
     with counted(monkeypatch) as seen:
-        output = generate(model, prompts, **kwargs)
+        output = generate(model, prompts, max_new_tokens=80, **kwargs)
     plain = generate(model, prompts, eos_token_id=None, max_new_tokens=80)
     assert torch.equal(output.sequences, plain.sequences)
     stats = output.spec_stats

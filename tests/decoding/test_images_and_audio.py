@@ -71,39 +71,37 @@ def test_exact(model_type: str, name: str) -> None:
     assert drafted
 
 
+def check_seen(kind: str, call: dict[str, Any], seen: str) -> None:
+    """Tokens are those of plain generation, and depend on what is seen."""
+    wanted = tokens(kind, call)
+    assert tokens(kind, {**call, seen: -call[seen]}) != wanted
+    for name in NAMES:
+        with adapted(built(kind), name):
+            assert tokens(kind, call, **drafting(name)) == wanted
+
+
 @pytest.mark.parametrize("kind", VIDEOS)
 def test_videos(kind: str) -> None:
-    model = built(kind)
     for rows in BATCHES:
-        call = prompts(kind, rows, videos=True)
-        wanted = tokens(kind, call)
-        assert tokens(kind, {**call, "pixel_values_videos": -call["pixel_values_videos"]}) != wanted
-        for name in NAMES:
-            with adapted(model, name):
-                assert tokens(kind, call, **drafting(name)) == wanted
+        check_seen(kind, prompts(kind, rows, videos=True), "pixel_values_videos")
+
+
+def image(rows: int = 1) -> Tensor:
+    return torch.randn(rows, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
 
 
 def test_an_image_before_the_text() -> None:
     """GIT puts it there itself, without placeholders."""
-    model = built("git")
     for rows in (1, 2):
-        image = torch.randn(rows, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
-        call = {"input_ids": prompt(9, rows).clamp(max=57), "pixel_values": image}
-        wanted = tokens("git", call)
-        assert tokens("git", {**call, "pixel_values": -image}) != wanted
-        for name in NAMES:
-            with adapted(model, name):
-                assert tokens("git", call, **drafting(name)) == wanted
+        ids = prompt(9, rows).clamp(max=57)
+        check_seen("git", {"input_ids": ids, "pixel_values": image(rows)}, "pixel_values")
 
 
 def test_refused_with_an_image() -> None:
     model = built("kosmos-2")
     seen = torch.full((1, model.config.latent_query_num), IMAGE)
     ids = torch.cat([prompt(2), seen, prompt(7)], dim=1)
-    call = {
-        "input_ids": ids, "image_embeds_position_mask": ids == IMAGE,
-        "pixel_values": torch.randn(1, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0)),
-    }  # fmt: skip
+    call = {"input_ids": ids, "image_embeds_position_mask": ids == IMAGE, "pixel_values": image()}
     assert tokens("kosmos-2", call)
     with pytest.raises(ValueError, match="Kosmos2TextForCausalLM drops position_ids and counts"):
         tokens("kosmos-2", call, **drafting("prompt_lookup"))
@@ -179,15 +177,3 @@ def test_a_prompt_that_ends_with_an_image() -> None:
         name: call[name][:, :end] for name in ("input_ids", "attention_mask", "mm_token_type_ids")
     }
     assert tokens("qwen2_vl", call, **drafting("prompt_lookup")) == tokens("qwen2_vl", call)
-
-
-def test_models_that_count_for_themselves(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny()
-    prepare = type(model).prepare_inputs_for_generation
-
-    def without_positions(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**prepare(*args, **kwargs), "position_ids": None}
-
-    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", without_positions)
-    with pytest.raises(ValueError, match="LlamaForCausalLM drops position_ids"):
-        model.generate(prompt(), max_new_tokens=4, **drafting("prompt_lookup"))

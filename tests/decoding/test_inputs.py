@@ -29,11 +29,8 @@ def test_a_setting_reaches_every_forward(tiny: Tiny, spec: Spec) -> None:
     def note(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
         found.append(kwargs.get("num_items_in_batch"))
 
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(note, with_kwargs=True):  # which removes it
         model.generate(prompt(), num_items_in_batch=3, **GREEDY, **spec)
-    finally:
-        hook.remove()
     assert len(found) > 1 and set(found) == {3}
 
 
@@ -43,9 +40,8 @@ def test_values_per_token(tiny: Tiny, spec: Spec, embedded: bool) -> None:
     model, types = tiny("gpt2"), torch.ones_like(prompt())
     given = {"inputs_embeds": model.get_input_embeddings()(prompt())} if embedded else {}
     given = given or {"input_ids": prompt()}
-    plain = model.generate(**given, token_type_ids=types, **GREEDY)
-    assert not torch.equal(model.generate(**given, **GREEDY), plain)
-    assert torch.equal(model.generate(**given, token_type_ids=types, **GREEDY, **spec), plain)
+    ours = check_same(model, spec, **given, token_type_ids=types, **GREEDY)
+    assert not torch.equal(model.generate(**given, **GREEDY), ours)
 
 
 def test_values_per_token_in_the_next_turn(tiny: Tiny, spec: Spec) -> None:
@@ -55,10 +51,8 @@ def test_values_per_token_in_the_next_turn(tiny: Tiny, spec: Spec) -> None:
     first = model.generate(prompt(), token_type_ids=torch.ones_like(prompt()), **settings)
     ids = torch.cat([first.sequences, prompt(5)], dim=1)
     types = torch.ones_like(ids)
-    plain = model.generate(ids, token_type_ids=types, **GREEDY)
-    cache = copy.deepcopy(first[CACHE])
-    found = model.generate(ids, token_type_ids=types, **GREEDY, **spec, **{CACHE: cache})
-    assert torch.equal(found, plain)
+    cache = {CACHE: copy.deepcopy(first[CACHE])}
+    check_same(model, {**spec, **cache}, ids, token_type_ids=types, **GREEDY)
     types[:, -3] = 0
     with pytest.raises(ValueError, match=r"\(token_type_ids\) with a TreeCache.*kind that is gen"):
         model.generate(ids, token_type_ids=types, **settings, **{CACHE: first[CACHE]})

@@ -15,13 +15,12 @@ import pytest
 import torch
 from conftest import prompt
 from covering import covering
-from replay import RECORDED, Replay
+from replay import RECORDED
 from running import as_if, draft_everything, drafting
 from test_compiled import CAPTURED, adapt, generate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_spec.decoding.step import Steps
-from hf_spec.model import captures
 from hf_spec.model.graphs import Graphs
 
 NEW = 16
@@ -114,11 +113,11 @@ CASES = covering(
 )
 
 
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize(("name", "setting", "way"), CASES)
 def test_few_launches(
     shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, setting: str, way: int
 ) -> None:
-    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
     as_if(True, monkeypatch)  # as on a GPU, where reads are not free
     sized = name == "space"  # whose policy also chooses how many probes there are
     if not sized:
