@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from replay import RECORDED, Replay
+from replay import RECORDED
 from running import drafting
 from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_prompts
 
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
-from hf_spec.model import captures
 from hf_spec.tools import cli
 from hf_spec.tools.bench.contenders import add_untrained, contenders, untrained
 from hf_spec.tools.bench.prompts import Prompt
@@ -79,10 +78,10 @@ def test_drafts_are_accepted_at_the_rates(
         assert torch.equal(generated(model, spec, 16, **settings).sequences, plain)
 
 
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_recorded_steps(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+def test_recorded_steps(settings: dict[str, Any]) -> None:
     """The random numbers are drawn before a record is replayed."""
-    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
     model, spec = model_with("medusa"), drafting("medusa", **CHAIN)
     with RATES.of(model):
         stats = generated(model, {**spec, **RECORDED}, **settings).spec_stats

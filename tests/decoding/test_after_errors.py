@@ -20,8 +20,7 @@ from naive_cache import row_of
 from processors import Criterion, Fails, Failure, Processor
 from running import drafting, fingerprint
 from test_method_contract import FIRST, adapted, asks_for, strategy
-from test_shrinking import StopRowAt
-from torch import Tensor
+from test_shrinking import stops
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
@@ -37,12 +36,6 @@ LENGTHS = (12, 5, 9)
 #: Tokens that the rows emit.
 ENDS = (14, 2, 10)
 KINDS = ["dynamic, first", "dynamic", "tree", "tree, new tokens"]
-
-
-def stops(ids: Tensor) -> StoppingCriteriaList:
-    """Ends the rows of this prompt after ``ENDS`` tokens."""
-    rows = [tuple(row) for row in ids.tolist()]
-    return StoppingCriteriaList([StopRowAt(ids.shape[1], dict(zip(rows, ENDS)))])
 
 
 class Turn:
@@ -69,7 +62,7 @@ class Turn:
         self.width, self.cached = ids.shape[1], self.before.get_seq_length()
         self.whole = {"input_ids": ids, "attention_mask": mask}
         new = ids[:, self.cached :] if "new" in kind else ids
-        self.given = {**self.whole, "input_ids": new, "stopping_criteria": stops(new)}
+        self.given = {**self.whole, "input_ids": new, "stopping_criteria": stops(new, *ENDS)}
         tail = torch.arange(14) < torch.tensor(ENDS[:rows])[:, None]
         self.sequences = plainly(model, **self.whole, **GREEDY)
         self.sequences[:, -14:][~tail] = PAD

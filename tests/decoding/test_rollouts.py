@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import Tiny, prompt, ragged
-from replay import RECORDED, Replay
+from replay import RECORDED
 from running import one_of_each_kind
 from scipy import stats
 from test_compiled import adapt, generate, strategy
 
 import hf_spec
 from hf_spec.drafting import rollouts
-from hf_spec.model import captures
 
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 12, "max_new_tokens": 24}
 
@@ -61,13 +60,13 @@ def kept(output: Any) -> int:
     return sum(output.spec_stats.accepted.values())
 
 
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize(
     ("name", "given"), [*((name, {}) for name in one_of_each_kind()), ("plain", RECORDED)]
 )
 def test_only_the_number_of_steps_depends_on_it(
     fresh: Tiny, name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
     monkeypatch.setattr(rollouts, "SHARE", 0.0)  # rows with and without old tokens
     history, model = hf_spec.RolloutHistory(), adapt(fresh("llama"), name)
     model.requires_grad_(True)

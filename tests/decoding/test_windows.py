@@ -10,13 +10,12 @@ from architectures import build
 from conftest import VOCAB, check_same, prompt, ragged, shared
 from covering import covering
 from recurrent_models import shared_recurrent
-from replay import RECORDED, Replay
+from replay import RECORDED
 from running import CAPTURED, drafting
 from test_method_contract import adapted, strategy
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.model import captures
 from modeling_patches.cache_name import CACHE
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
@@ -37,9 +36,7 @@ SPECS: dict[str, dict[str, Any]] = {
 LENGTHS = [(70,), (70, 8, 41), (3, 5, 4)]
 
 
-@pytest.fixture(autouse=True)
-def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
+pytestmark = pytest.mark.usefixtures("recorded")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, Tiny, check_same, prompt
-from replay import RECORDED, Replay
+from replay import RECORDED
 from running import drafting
 
 import hf_spec
@@ -31,7 +31,6 @@ from hf_spec.methods.ppd.dynamic_tree import (
     reach_and_ends,
 )
 from hf_spec.methods.registry import get_method
-from hf_spec.model import captures
 
 NEW = {"max_new_tokens": 24, "do_sample": False}
 DYNAMIC = drafting("ppd", tree="dynamic")
@@ -183,10 +182,9 @@ def test_the_size_goes_by_step_times() -> None:
     assert states == best_trees(table, int(cheap["size"]))
 
 
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("num_ept", [1, 2])
-def test_made_used_and_saved(
-    fresh: Tiny, tmp_path: Path, num_ept: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_made_used_and_saved(fresh: Tiny, tmp_path: Path, num_ept: int) -> None:
     model = adapted(fresh("llama"), num_prompt_tokens=2, num_ept=num_ept)
     model.generation_config.assistant_strategy = "ppd"
     model.generation_config.assistant_kwargs = {"tree": "dynamic"}  # which is about to be made
@@ -197,7 +195,6 @@ def test_made_used_and_saved(
     assert torch.equal(model.generate(prompt(), **NEW, **DYNAMIC), plain)
     eager = hf_spec.last_stats(model)
     assert eager.num_drafted_tokens > 0
-    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
     for _ in range(2):
         assert torch.equal(model.generate(prompt(), **NEW, **DYNAMIC, **RECORDED), plain)
     replayed = hf_spec.last_stats(model)

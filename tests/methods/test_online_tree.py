@@ -9,7 +9,7 @@ import pytest
 import torch
 from adapter_oracle import Embeddings, randomise
 from conftest import Tiny, check_same, prompt, ragged
-from replay import RECORDED, Replay
+from replay import RECORDED
 from running import drafting
 
 import hf_spec
@@ -27,7 +27,6 @@ from hf_spec.methods.propd.online_tree import (
     OnlineDrafter,
     Ranked,
 )
-from hf_spec.model import captures
 
 ROW = {"input_ids": prompt()}
 
@@ -167,12 +166,12 @@ def test_options_of_the_paper(fresh: Tiny, ranks: int) -> None:
     assert (hits.alpha, hits.ranks) == (0.25, ranks)
 
 
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("markov_rank", [0, 4])
 def test_recorded_steps_learn_from_the_same(
     fresh: Tiny, monkeypatch: pytest.MonkeyPatch, markov_rank: int
 ) -> None:
     """Trees may differ, as a program knows the hits of one step less."""
-    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
     model = adapted(fresh(), markov_rank=markov_rank)
     randomise(model, "PROPD")
     learn, found = OnlineDrafter.learn, []

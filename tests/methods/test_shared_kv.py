@@ -11,7 +11,7 @@ import torch
 from architectures import assistant_for, base_of, build, config_class, random_model
 from conftest import check_continued, check_same, prompt, ragged, shared
 from covering import covering
-from replay import RECORDED, Replay
+from replay import RECORDED
 from running import CAPTURED, no_forward
 from test_draft_model import drafts
 from torch import Tensor
@@ -22,7 +22,6 @@ from transformers.generation.candidate_generator import (
 import hf_spec
 from hf_spec.drafting.grow import Frontier
 from hf_spec.methods.draft_model.shared_kv import SharedKVDrafter
-from hf_spec.model import captures
 from hf_spec.model.graphs import Graphs
 from modeling_patches import shared_kv
 
@@ -154,6 +153,7 @@ def test_output_is_the_models_and_drafts_are_the_assistants(
     Oracle(model, assistant).check(seen)
 
 
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize(
     ("name", "setting", "given", "way"),
     covering(
@@ -164,11 +164,8 @@ def test_output_is_the_models_and_drafts_are_the_assistants(
         ],
     ),
 )  # fmt: skip
-def test_recorded_steps_draft_the_same(
-    monkeypatch: pytest.MonkeyPatch, name: str, setting: str, given: str, way: int
-) -> None:
+def test_recorded_steps_draft_the_same(name: str, setting: str, given: str, way: int) -> None:
     """The assistant is in the program of a step, or of the draft."""
-    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
     (model, assistant), (options, settings), stats = pair(name), SETTINGS[setting], []
     spec = drafts(assistant, **{"max_depth": 2, **options})
     for how in ({}, *[(RECORDED, CAPTURED)[way]] * 2):
@@ -181,8 +178,8 @@ def test_recorded_steps_draft_the_same(
     assert eager.num_steps < 8 or setting != "wide"
 
 
+@pytest.mark.usefixtures("recorded")
 def test_an_assistant_that_records_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
     model, assistant = pair("shared")
     monkeypatch.setattr(Graphs, "beside", lambda *_: None)
     spec = drafts(assistant, tree="chain", lookup=True, max_depth=1)

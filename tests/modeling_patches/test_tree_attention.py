@@ -19,7 +19,7 @@ from adapter_oracle import lent
 from conftest import Tiny, check_same, prompt, ragged
 from covering import covering
 from random_trees import random_tree
-from replay import RECORDED, Replay
+from replay import RECORDED
 from running import drafting
 from torch import Tensor
 
@@ -27,7 +27,6 @@ import hf_spec
 from hf_spec.core import mask as masks
 from hf_spec.core.tree import Tree
 from hf_spec.methods.registry import methods
-from hf_spec.model import captures
 from hf_spec.model.block import Slots, first_near
 from modeling_patches import attention_masks
 from modeling_patches.attention_masks import TREE_ATTENTION, Local, check_attention, unpacked
@@ -313,11 +312,9 @@ def test_the_same_tokens_by_the_kernel(
     assert any(shape[2] > 1 for shape in calls)
 
 
-def test_in_programs(
-    shallow: Tiny, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("recorded")
+def test_in_programs(shallow: Tiny, calls: list[tuple[int, ...]]) -> None:
     """One program serves all lengths: the kernel is an operation that it contains."""
-    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
     model: Any = shallow("mistral")
     model.set_attn_implementation(TREE_ATTENTION)
     given = {"return_dict_in_generate": True, **RECORDED, **drafting("prompt_lookup", max_nodes=4)}
