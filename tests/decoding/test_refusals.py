@@ -36,6 +36,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"assistant_kwargs": {"tree_width": 3}}, "assistant_kwargs.*no option 'tree_width'; its opt"),
     ({"assistant_kwargs": [1]}, "assistant_kwargs is a list: give a dict"),
     ({"assistant_strategy": "promptlookup"}, r"did you mean 'prompt_lookup'\?\): choose"),
+    ({"assistant_strategy": "autom"}, r"did you mean 'auto'\?\): choose one of .*, space, auto\."),
     ({"assistant_strategy": ["ppd"]}, r"assistant_strategy=\['ppd'\]: choose one of"),
     ({"assistant_strategy": "oracle"},
      "assistant_strategy='oracle': choose one of .*layer_skip.*prompt_lookup"),
@@ -79,6 +80,10 @@ def test_options_without_a_strategy(
     model.generate(prompt(), **GREEDY, assistant_strategy=None)
     assert not caplog.records
     model = tiny()
+    config = GenerationConfig(assistant_strategy="plain", assistant_kwargs={"drafting": "always"})
+    model.generate(prompt(), **GREEDY, generation_config=config, assistant_strategy=None)
+    assert not [one for one in caplog.records if "assistant_kwargs" in one.message]
+    caplog.clear()
     for _ in range(2):
         found = model.generate(prompt(), **GREEDY, assistant_kwargs={"max_ngram": 3})
     assert found.tolist() == model.generate(prompt(), **GREEDY).tolist()
