@@ -96,8 +96,10 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         if len(active) != 1 or names != active:
             raise ValueError(
                 f"merging takes the one active {self.peft_type} adapter that changes the weights "
-                f"of the base model, got {names} with {', '.join(active) or 'none'} active. "
-                "Activate one by set_adapter; to take off adapters that change none, use unload()."
+                f"of the base model, got {names}: of those active "
+                f"({', '.join(self.active_adapters) or 'none'}), {', '.join(active) or 'none'} "
+                "changes them. Activate one by set_adapter; to take off adapters that change none, "
+                "use unload()."
             )
         self.adapters[active[0]].base_update.merge(model, check_finite=safe_merge)
 
