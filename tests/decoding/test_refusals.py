@@ -157,7 +157,7 @@ def test_inputs_with_a_value_per_token(tiny: Tiny, spec: Spec) -> None:
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("openai-gpt", f"OpenAIGPTLMHeadModel.forward takes no {CACHE}.*Generate without"),
+        ("openai-gpt", f"OpenAIGPTLMHeadModel.forward takes no {CACHE} by name.*Generate without"),
         ("mpt", "MptForCausalLM.forward takes no position_ids.*Generate without"),
         ("bart", "BartForCausalLM.forward takes no position_ids.*Generate without"),
         ("gpt_neo", "GPTNeoForCausalLM: its local attention counts slots.*Generate without"),
