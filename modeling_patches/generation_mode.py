@@ -21,6 +21,8 @@ from modeling_patches.patch_method import patch_method
 logger = logging.getLogger(__name__)
 #: A mode's option in a call of ``generate`` that loads a method from a repository.
 _asked: ContextVar[Any] = ContextVar("asked", default=None)
+#: Whether a call of ``generate`` gives None for the option that selects a mode.
+_turned_off: ContextVar[bool] = ContextVar("turned_off", default=False)
 
 
 class Mode(NamedTuple):
@@ -114,8 +116,9 @@ def _wrap_configs(mode: Mode, member: Any) -> None:
         if generation_mode is member:
             mode.validate(self, config, mode_kwargs)
             return
-        default = mode.option(self.generation_config)  # a strategy that the call has turned off
-        for name in mode.attributes if default is None else ():
+        # A strategy of the model's own configuration, or of the call's, may be turned off.
+        off = _turned_off.get() or mode.option(self.generation_config) is not None
+        for name in () if off else mode.attributes:
             if getattr(config, name, None):
                 _warn_of_unused(name, mode.attributes[0])
         original(self, generation_mode, config, mode_kwargs)
@@ -129,7 +132,11 @@ def _wrap_generate(mode: Mode) -> None:
     def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         own = kwargs.get("custom_generate")
         if own is None:
-            return original(self, *args, **kwargs)
+            token = _turned_off.set(switch in kwargs and kwargs[switch] is None)
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                _turned_off.reset(token)
         if getattr(own, "func", own) is mode.custom:
             kwargs = {**getattr(own, "keywords", {}), **kwargs, "custom_generate": None}
             if mode.option_of_call(self, args, kwargs) is None:
@@ -140,11 +147,11 @@ def _wrap_generate(mode: Mode) -> None:
             name = getattr(own, "__name__", type(own).__name__)
             door = f"{mode.custom.__module__.partition('.')[0]}.{mode.custom.__name__}"
             mode.refuse_both(name, value, f", or let {name} call {door}")
-        token = _asked.set(value)
+        asked = _asked.set(value)
         try:
             return original(self, *args, **kwargs)
         finally:
-            _asked.reset(token)
+            _asked.reset(asked)
 
     @patch_method(GenerationMixin, "load_custom_generate")
     def load_custom_generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -94,7 +94,10 @@ def _in_caches(model: Any, text: Any, kinds: Sequence[str]) -> Iterator[str]:
     if chunked and "chunked_attention" not in (getattr(text, "layer_types", None) or ()):
         yield " has chunked attention in layers that its config does not name in layer_types"
     if not takes(model, CACHE):
-        yield f".forward takes no {CACHE}: it has no KV cache"
+        yield (
+            f".forward takes no {CACHE} by name: it has no KV cache, or hides it in **kwargs (then "
+            f"name {CACHE} and position_ids in its signature)"
+        )
 
 
 def activated_loras(model: Any) -> list[str]:

@@ -129,8 +129,11 @@ def test_names_of_adapters_that_do_not_fit(base_path: str, tmp_path: Path) -> No
     get_peft_model(load(base_path), LoraConfig()).save_pretrained(tmp_path / "lora")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "adapter_config.json").write_text("{")
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer" / "adapter_config.json").write_text('{"peft_type": "ALIEN"}')
     wrong = {
         "propd": ("broken", "cannot read adapter='.*broken': Expecting"),
+        "ppd": ("newer", "cannot read adapter='.*newer': KeyError: 'ALIEN'"),
         "bita": ("heads", r"of type MEDUSA, one of BITA is needed: name the strategy 'medusa'"),
         "medusa": ("lora", r"of type LORA: it drafts nothing\. Attach it"),
         "prompt_lookup": ("heads", "no option 'adapter'"),

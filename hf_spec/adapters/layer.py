@@ -8,7 +8,7 @@ updates its modules (`Adapter.base_update`). :mod:`hf_spec.adapters.tuner` regis
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -91,13 +91,15 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
     ) -> None:
         """Add the updates of the active adapter to the base's weights; a ValueError if there are
         none, or the weights cannot be changed."""
-        active = self.updating()
+        active, chosen = self.updating(), cast("list[str]", self.active_adapters)
         names = active if adapter_names is None else list(adapter_names)
         if len(active) != 1 or names != active:
             raise ValueError(
                 f"merging takes the one active {self.peft_type} adapter that changes the weights "
-                f"of the base model, got {names} with {', '.join(active) or 'none'} active. "
-                "Activate one by set_adapter; to take off adapters that change none, use unload()."
+                f"of the base model, got {names}: of those active "
+                f"({', '.join(chosen) or 'none'}), {', '.join(active) or 'none'} "
+                "changes them. Activate one by set_adapter; to take off adapters that change none, "
+                "use unload()."
             )
         self.adapters[active[0]].base_update.merge(model, check_finite=safe_merge)
 

@@ -204,13 +204,21 @@ class SpecTuner(BaseTuner):
 
     @property
     def _own_layer(self) -> Any:
-        return layer_of(self.model, self.type_name)
+        layer = layer_of(self.model, self.type_name)
+        if layer is None:
+            raise ValueError(
+                f"the model has no {self.type_name} adapter any more: unload() has taken it off. "
+                "Load it again."
+            )
+        return layer
 
     def _unload_and_optionally_merge(
         self, merge: bool = True, progressbar: bool = True, safe_merge: bool = False,
         adapter_names: list[str] | None = None,
     ) -> nn.Module:  # fmt: skip
-        layer = self._own_layer
+        layer = layer_of(self.model, self.type_name)
+        if layer is None:  # taken off already, of which PEFT's own types say nothing either
+            return self.model
         if merge:
             layer.merge_into(self.model, safe_merge, adapter_names)
         layer.remove_from(self.model, keep_merged=merge)

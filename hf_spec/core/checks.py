@@ -52,6 +52,9 @@ def check_count(
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < low or (high is not None and value > high):
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"
+        kind = type(value)
+        other = hasattr(value, "__index__") and kind is not int  # a bool, an int of NumPy
+        why = f"Its type is {kind.__name__}: give an int." if other else why
         raise ValueError(f"{name}={value!r}: must be a whole number {limit}.{why and f' {why}'}")
 
 
@@ -134,7 +137,7 @@ def check_fields(given: Any) -> None:
         rule, only = metadata.get("rule"), metadata.get("only", {})
         if rule is not None and not (value is None and "None" in str(item.type)):
             rule(item.name, value)
-        for name, values in only.items() if value != item.default else ():
+        for name, values in only.items() if only and value != item.default else ():
             if getattr(given, name) not in values:
                 raise ValueError(
                     f"{item.name}={value!r} with {name}={getattr(given, name)!r}: it belongs to "
@@ -160,15 +163,17 @@ def distinct_layers(name: str, layers: Any, high: int | None = None, why: str = 
         raise ValueError(f"{name}={layers!r}: must be a list of layers, such as [2, 16, 29].")
     found = list(layers)
     if any(type(one) is not int or one < 0 for one in found) or len({*found}) < len(found):
-        raise ValueError(f"{name}={found!r}: must name each layer once, by a whole number from 0.")
+        raise ValueError(f"{name}={found!r}: must name each layer once, by an int from 0.")
     if found and high is not None:
         check_count(f"layer of {name}", max(found), 0, high, why)
     return found
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of an error's message, or its type if it has none; of a KeyError both, since
+    its message is just the key."""
+    kind, text = type(error).__name__, str(error).strip()
+    return (f"{kind}: {text}" if isinstance(error, KeyError) else text or kind).splitlines()[0]
 
 
 def nearest(given: Any, known: Iterable[Any]) -> str:

@@ -28,7 +28,8 @@ TREE_OPTIONS = ("tree", "num_draft_tokens", "max_depth")
 
 def _number_or_auto(name: str, value: Any) -> None:
     if value != AUTO:
-        check_count(name, value, high=MAX_DRAFT_TOKENS)
+        why = f"Or give {AUTO!r}: as many as pay."
+        check_count(name, value, high=MAX_DRAFT_TOKENS, why=why)
 
 
 def _place(name: str, value: Any) -> None:

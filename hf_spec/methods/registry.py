@@ -217,5 +217,5 @@ def get_method(name: str) -> Method:
     Raises:
         ValueError: there is none; the message lists the strategies.
     """
-    check_choice("assistant_strategy", name, methods(), f", or {AUTO!r}")
+    check_choice("assistant_strategy", name, (*methods(), AUTO))
     return methods()[name]

@@ -66,10 +66,14 @@ def test_unload_restores_the_base(base, base_path, kind):
     model = get_peft_model(base, CONFIGS[kind]())
     for merge in (model.merge_and_unload, model.merge_adapter):
         with pytest.raises(
-            ValueError, match=f"merging takes the one active {kind} .* with none .*unload"
+            ValueError, match=f"merging takes the one active {kind} .*none changes them.*unload"
         ):
             merge()
     restored = model.unload()
+    assert model.unload() is model.merge_and_unload() is restored  # as PEFT's own types
+    for method in (model.merge_adapter, model.unmerge_adapter):
+        with pytest.raises(ValueError, match=f"no {kind} adapter any more.*Load it again"):
+            method()
     fresh = load(base_path)
     assert same(restored.state_dict(), fresh.state_dict())
     assert not hasattr(restored, "spec_modules") and not hasattr(restored, "peft_config")

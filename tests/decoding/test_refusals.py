@@ -13,6 +13,7 @@ from running import drafting, no_forward
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
+    CompileConfig,
     GenerationConfig,
     SynthIDTextWatermarkingConfig,
 )
@@ -41,6 +42,8 @@ def empty(*shape: int) -> Spec:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'.*Leave it out"),
     ({"cache_implementation": "paged"}, "'paged'"),
+    ({"cache_implementation": "static", "compile_config": CompileConfig(backend="inducto")},
+     r"backend of the CompileConfig='inducto' \(did you mean 'inductor'\?\): choose one of"),
     ({"use_cache": False}, "use_cache=False.*Set use_cache=True; in TRL.*generation_kwargs="),
     ({"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)},
      "watermarking_config='SynthID"),
@@ -48,6 +51,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"assistant_kwargs": {"tree_width": 3}}, "assistant_kwargs.*no option 'tree_width'; its opt"),
     ({"assistant_kwargs": [1]}, "assistant_kwargs is a list: give a dict"),
     ({"assistant_strategy": "promptlookup"}, r"did you mean 'prompt_lookup'\?\): choose"),
+    ({"assistant_strategy": "autom"}, r"did you mean 'auto'\?\): choose one of .*, space, auto\."),
     ({"assistant_strategy": ["ppd"]}, r"assistant_strategy=\['ppd'\]: choose one of"),
     ({"assistant_strategy": "oracle"},
      "assistant_strategy='oracle': choose one of .*layer_skip.*prompt_lookup"),
@@ -90,6 +94,10 @@ def test_options_without_a_strategy(
     model.generate(prompt(), **GREEDY, assistant_strategy=None)
     assert not caplog.records
     model = tiny()
+    config = GenerationConfig(assistant_strategy="plain", assistant_kwargs={"drafting": "always"})
+    model.generate(prompt(), **GREEDY, generation_config=config, assistant_strategy=None)
+    assert not [one for one in caplog.records if "assistant_kwargs" in one.message]
+    caplog.clear()
     for _ in range(2):
         found = model.generate(prompt(), **GREEDY, assistant_kwargs={"max_ngram": 3})
     assert found.tolist() == model.generate(prompt(), **GREEDY).tolist()
@@ -157,7 +165,7 @@ def x_lora(fresh: Tiny, folder: Path, by_default: bool = False) -> Any:
 
 #: Those that cannot forget what was rejected, and other forwards and caches.
 MODELS: list[tuple[Any, str]] = [
-    ("openai-gpt", f"OpenAIGPTLMHeadModel.forward takes no {CACHE}.*Generate without"),
+    ("openai-gpt", f"OpenAIGPTLMHeadModel.forward takes no {CACHE} by name.*Generate without"),
     ("mpt", "MptForCausalLM.forward takes no position_ids.*Generate without"),
     ("bart", "BartForCausalLM.forward takes no position_ids.*Generate without"),
     ("gpt_neo", "GPTNeoForCausalLM: its local attention counts slots.*Generate without"),

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import hf_spec
@@ -43,7 +44,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"tree": [[0]]}, r"tree=\[\[0\]\]: choose one of adaptive, chain\."),
     ("mtp", {"tree": "full"}, r"tree='full': choose one of adaptive, chain\."),
     # size
-    ("bita", {"num_draft_tokens": 0}, "num_draft_tokens=0: must be a whole number from 1 to 1024"),
+    ("bita", {"num_draft_tokens": 0}, "=0: must be a whole number from 1 to 1024. Or give 'auto'"),
+    ("bita", {"num_draft_tokens": np.int64(3)}, "to 1024. Its type is int64: give an int"),
+    ("bita", {"max_depth": True}, "max_depth=True: must be .*Its type is bool: give an int"),
     ("ppd", {"tree": "static", "num_draft_tokens": 3}, "=3 with tree='static'.*tree='adaptive'"),
     ("propd", {**ONLINE, "num_draft_tokens": 3}, "num_draft_tokens=3 with tree="),
     ("ppd", {"tree": "dynamic", "max_depth": 2}, "max_depth=2 with tree='dynamic'"),
@@ -63,6 +66,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("layer_skip", {"threshold": 1.2}, r"threshold=1.2: must be a number in \[0.0, 1.0\]"),
     ("layer_skip", {**FIXED, "threshold": 0.5}, "threshold=0.5 with draft_exit='fixed'"),
     ("layer_skip", {**FIXED, "beta2": 0.5}, "beta2=0.5 with draft_exit='fixed'"),
+    ("layer_skip", {"skip_mlp": np.array([1, 2])}, "must name each layer once, by an int"),
     ("layer_skip", {"skip_attention": 3}, "skip_attention=3: must be a list of layers"),
     ("layer_skip", {"skip_mlp": [1, -1]}, r"skip_mlp=\[1, -1\]: must name each layer once"),
     # propd
