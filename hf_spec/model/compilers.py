@@ -8,15 +8,30 @@ import torch
 from torch import Tensor, fx
 from transformers import CompileConfig
 
+from hf_spec.core.checks import check_choice
+from hf_spec.model.captures import CUDA_GRAPHS
 from hf_spec.model.repeats import compile_once
 
 
 def options_of(config: CompileConfig) -> dict[str, Any]:
-    """The options of ``torch.compile``, its mode among them."""
+    """The options of ``torch.compile``, its mode among them.
+
+    Raises:
+        ValueError: if there is no such backend, or if Inductor's ``freezing`` is on.
+    """
     options = dict(config.options or {})
+    if isinstance(config.backend, str) and config.backend != CUDA_GRAPHS:
+        known = torch.compiler.list_backends(exclude_tags=())
+        check_choice("backend of the CompileConfig", config.backend, known)
     if config.backend == "inductor":
         mode = torch._inductor.list_mode_options(config.mode) if config.mode is not None else {}
         options = {**mode, **options, "triton.cudagraphs": False}  # recorded by Graphs, as one
+        if options.get("freezing") or torch._inductor.config.freezing:
+            raise ValueError(
+                "Inductor's freezing is on (options of the CompileConfig, or "
+                "TORCHINDUCTOR_FREEZING=1): kept code would hold the values of weights, and of the "
+                "first call's cache. Turn it off, or give disable_compile=True."
+            )
     return options
 
 

@@ -126,8 +126,8 @@ class Graphs:
             then in memory that every run of any record overwrites.
 
     Raises:
-        ValueError: if the backend is ``cudagraphs`` and the device has none, or options are given;
-            if Inductor's ``freezing`` is on.
+        ValueError: if there is no such backend; if it is ``cudagraphs`` and the device has none, or
+            options are given; if Inductor's ``freezing`` is on.
     """
 
     def __init__(self, model: nn.Module, config: CompileConfig, kind: Hashable):
@@ -139,14 +139,6 @@ class Graphs:
         self.records = not self.compiles or (self._device.type in RECORDERS and not split)
         if not self.compiles:
             check_recording(self._device, self._options)
-        elif config.backend == "inductor" and (
-            self._options.get("freezing") or torch._inductor.config.freezing
-        ):
-            raise ValueError(
-                "Inductor's freezing is on (options of the CompileConfig, or "
-                "TORCHINDUCTOR_FREEZING=1): kept code would hold the values of weights, and of the "
-                "first call's cache. Turn it off, or give disable_compile=True."
-            )
         with _COMPILING:
             self._kept: _Kept = memory(model).setdefault("graphs", _Kept())
             self._kept.trim()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hf_spec.core.checks import check_switch
 from hf_spec.core.memory import locked, memory
 from hf_spec.model.instructions import has_instructions
 from modeling_patches.modules import unwrapped
@@ -139,8 +140,10 @@ def pack_weights(model: nn.Module, pack: bool = True) -> int:
         Memory of the copies, in bytes; it is taken beside that of the weights.
 
     Raises:
-        ValueError: oneDNN packs none of the model's weights on this machine.
+        ValueError: oneDNN packs none of the model's weights on this machine, or ``pack`` is neither
+            True nor False.
     """
+    check_switch("pack", pack)
     model = unwrapped(model)
     if not pack:
         memory(model).pop(PackedWeights, None)

@@ -225,6 +225,8 @@ def test_refused(fresh: Tiny) -> None:
     with pytest.raises(ValueError, match=r"pack_weights: oneDNN packs none of the weights"):
         pack_weights(model)
     assert pack_weights(model, False) == 0
+    with pytest.raises(ValueError, match="pack='no': must be True or False"):
+        pack_weights(model, "no")
     with pytest.raises(ValueError, match="pack_weights"):
         generate(model, prompt(), **strategy("prompt_lookup", pack_weights=True))
 
