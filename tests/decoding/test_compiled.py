@@ -403,7 +403,8 @@ def test_a_forward_that_cannot_be_captured(
     model, spec = shallow(layers=2), strategy("prompt_lookup")
     change(model, monkeypatch)
     with caplog.at_level(logging.WARNING):
-        assert compiled(check_ways(model, prompt(), way, way, **spec))["kept"] == 0
+        for _ in range(2):
+            assert compiled(check_ways(model, prompt(), way, **spec))["kept"] == 0
     [warned] = [one.message for one in caplog.records if "run as they are" in one.message]
     assert message in warned
 
