@@ -31,8 +31,8 @@ Compile = Annotated[bool, Option("--compile", help="Measure compiled or recorded
 Backend = Annotated[
     str | None,
     Option(
-        help="With --compile: cudagraphs records steps on a GPU and compiles none; others are those "
-        f"of torch.compile.  [default: {DEFAULT_BACKEND}]"
+        help="With --compile: cudagraphs records steps on a GPU; others are torch.compile's.  "
+        f"[default: {DEFAULT_BACKEND}]"
     ),
 ]
 SyntheticAcceptance = Annotated[
