@@ -430,7 +430,7 @@ def gain() -> Scheme:
     axes.invert_yaxis()
     axes.set(xlim=(0, max(found.values()) * 1.1), xticks=[])
     axes.set_title(
-        "Tokens per second, one request at a time:\na model of 8B parameters on one H200",
+        "Tokens per second, one request at a time:\none H200, a model in the shape of an 8B",
         fontsize=11, loc="left", x=-0.68,
     )  # fmt: skip
     axes.tick_params("y", length=0)

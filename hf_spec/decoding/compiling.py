@@ -73,7 +73,7 @@ def warm_up(
     progress: Callable[[int], object] | None = None,
     **kwargs: Any,
 ) -> int:
-    """Compile in advance the code that calls with a static cache run.
+    """Compile, or record, in advance what calls with a static cache or a ``compile_config`` run.
 
     Later calls in the same process compile nothing if they stay within these sizes. With Inductor,
     later processes compile from its cache on disk.
@@ -85,12 +85,13 @@ def warm_up(
             two up to it, from 256.
         generation_config: as for ``generate``.
         progress: called with the number of graphs so far after each new graph.
-        **kwargs: as for ``generate``: the strategy, its options, ``compile_config``. Without a
-            ``compile_config``, ``torch.compile`` uses Transformers' defaults. Greedy steps are
-            compiled, and with ``do_sample=True`` those of calls that sample.
+        **kwargs: as for ``generate``: the strategy, its options, ``compile_config``, which on CUDA
+            may ask for records (``backend="cudagraphs"``). Without one, ``torch.compile`` uses
+            Transformers' defaults. Greedy steps are compiled, and with ``do_sample=True`` those of
+            calls that sample.
 
     Returns:
-        The number of compiled graphs.
+        The number of graphs that were made.
 
     Raises:
         ValueError: if a size is below 1, if no strategy is named, or if ``generate`` raises it.

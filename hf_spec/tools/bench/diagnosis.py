@@ -140,7 +140,8 @@ def _findings(
          "does not depend on that."),
         (tau > 1.3 and speedup < 1.05,
          "Drafts are accepted, but steps with drafts take longer than they save here: a small "
-         "model, many rows or a busy machine."),
+         "model, many rows, a busy machine, or a GPU that waits for the host, where recorded steps "
+         "(docs/guides/compiled.md) help."),
     ]  # fmt: skip
     return [text for stands_out, text in findings if stands_out]
 

@@ -27,12 +27,13 @@ RepetitionPenalty = Annotated[
 PackWeights = Annotated[
     bool, Option(help="On a CPU, let strategies compute with packed copies of large weights.")
 ]
-Compile = Annotated[
-    bool, Option("--compile", help="Measure compiled steps with a static cache, too.")
-]
+Compile = Annotated[bool, Option("--compile", help="Measure compiled or recorded steps, too.")]
 Backend = Annotated[
     str | None,
-    Option(help=f"Backend of torch.compile, with --compile.  [default: {DEFAULT_BACKEND}]"),
+    Option(
+        help="With --compile: cudagraphs records steps on a GPU; others are torch.compile's.  "
+        f"[default: {DEFAULT_BACKEND}]"
+    ),
 ]
 SyntheticAcceptance = Annotated[
     str | None,
@@ -65,7 +66,9 @@ def bench(
     device: opt.Device = None,
     threads: opt.Threads = None,
     pack_weights: PackWeights = True,
-    attn_implementation: Annotated[str | None, Option(help="eager, sdpa, ...")] = None,
+    attn_implementation: Annotated[
+        str | None, Option(help="eager, sdpa, tree_attention, ...")
+    ] = None,
     compile: Compile = False,
     backend: Backend = None,
     synthetic_acceptance: SyntheticAcceptance = None,
@@ -87,6 +90,7 @@ def bench(
       hf-spec bench --model M --prompts P.jsonl --strategies prompt_lookup \\
           --strategy-kwargs 'prompt_lookup={"max_ngram": 4}'
       hf-spec bench --model M --prompts P.jsonl --adapter ./medusa --compile
+      hf-spec bench --model M --strategies auto --compile --backend cudagraphs
       hf-spec bench --model LARGE --prompts P.jsonl --assistant SMALL \\
           --strategies draft_model,transformers:assisted
       hf-spec bench --model M --strategies medusa,eagle3 --synthetic-acceptance 0.85,0.7,0.55,0.4

@@ -87,10 +87,11 @@ def import_(
     No code in the file is run: only tensors are read from files of torch.save, and the output is
     safetensors. Of the base, the config is read, and the embeddings if the checkpoint has some. For
     a checkpoint in several files give its .index.json. Layouts of 'eagle3': those of SafeAILab,
-    AngelSlim, SpecForge, ModelOpt and speculators, with their config.json. Of 'medusa': heads with
-    their own projections or a shared one, alone or among the weights of a model; those of vLLM,
-    TensorRT-LLM and ModelOpt. Of 'dflash' and 'dspark': DFlash, DFlash 2, JetSpec,
-    Domino, DSpine, xPress and DSpark, as z-lab, SpecForge, DeepSpec and speculators write them.
+    AngelSlim, SpecForge, ModelOpt, speculators and DeepSpec, with their config.json. Of 'medusa':
+    heads with their own projections or a shared one, alone or among the weights of a model; those
+    of vLLM, TensorRT-LLM and ModelOpt. Of 'dflash' and 'dspark': DFlash, DFlash 2, JetSpec, Domino,
+    DSpine, xPress and DSpark, as z-lab, SpecForge, DeepSpec and speculators write them. Of 'mtp':
+    layers that speculators has trained.
 
     \b
     Examples:

@@ -28,7 +28,7 @@ class SpecArguments(TrainingArguments):
     """``TrainingArguments`` with what an adapter's training has besides."""
 
     num_anchors: int | None = setting(
-        None, "Most random positions per sequence that have probes. Default: the method's."
+        None, "Random positions per sequence that are trained at, at most. Default: the method's."
     )
     max_minutes: float | None = setting(
         None,
