@@ -1,16 +1,16 @@
 """Code for captured graphs, by the backends of ``torch.compile``."""
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from transformers import CompileConfig
 
 from hf_spec.core.checks import check_choice
+from hf_spec.model.any_size import AnySize, Code
 from hf_spec.model.captures import CUDA_GRAPHS
-from hf_spec.model.repeats import compile_once
+from hf_spec.model.repeats import compile_in_parts
 
 
 def options_of(config: CompileConfig) -> dict[str, Any]:
@@ -35,11 +35,13 @@ def options_of(config: CompileConfig) -> dict[str, Any]:
     return options
 
 
-def code_for(captured: fx.GraphModule, backend: str, options: dict[str, Any]) -> Callable[..., Any]:
-    """Code for a graph of tensors, whose recurring part is compiled once where a backend allows it;
-    it must not hold the model, as it is kept."""
+def code_for(
+    captured: fx.GraphModule, backend: str, options: dict[str, Any], parts: AnySize
+) -> Code:  # fmt: skip
+    """Code for a graph of tensors, by ``parts``, the :func:`compiled_parts` of earlier ones, where
+    a backend allows it; it must not hold the model, as it is kept."""
     if backend in ("eager", "inductor"):
-        code = compile_once(captured, partial(_compile_part, backend, options))
+        code = compile_in_parts(captured, parts)
         if code is not None:
             return code
     if backend == "eager":  # runs the captured graph as it is
@@ -48,9 +50,8 @@ def code_for(captured: fx.GraphModule, backend: str, options: dict[str, Any]) ->
     return torch.compile(captured, fullgraph=True, dynamic=False, backend=backend, options=options)
 
 
-def _compile_part(
-    backend: str, options: dict[str, Any], part: fx.GraphModule, inputs: Sequence[Tensor]
-) -> Callable[..., Any]:
+def compiled_parts(backend: str, options: dict[str, Any]) -> AnySize:
+    """What compiles parts of graphs, or runs them as they are with the backend ``eager``."""
     if backend == "eager":
-        return part
-    return torch._inductor.compile(part, list(inputs), options=options)
+        return AnySize(lambda part, _: part)
+    return AnySize(partial(torch._inductor.compile, options=options))

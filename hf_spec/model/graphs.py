@@ -1,10 +1,11 @@
 """Compiled and recorded functions of a model, kept between calls.
 
-A function is compiled for its inputs' shapes, unless the backend is ``cudagraphs``. It is captured
-by running it on tensors without data (`torch.fx`): all Python code, hooks and context variables
-included, runs then, and only tensor operations remain. A compiler gets these without guards: what
-guards would check is part of the key under which the code is kept (:meth:`Graphs.get`), and the
-model's tensors are checked once per call.
+A function is compiled for its inputs' shapes, unless the backend is ``cudagraphs``; parts of graphs
+that differ in one size share code (:mod:`.any_size`). It is captured by running it on tensors
+without data (`torch.fx`): all Python code, hooks and context variables included, runs then, and
+only tensor operations remain. A compiler gets these without guards: what guards would check is part
+of the key under which the code is kept (:meth:`Graphs.get`), and the model's tensors are checked
+once per call.
 
 On CUDA the kernels that the function launches, or its compiled code, are recorded
 (:mod:`.captures`), for these places in memory. Before anything is used, its results are compared
@@ -32,6 +33,7 @@ from transformers import CompileConfig
 from hf_spec.cache.attention import zeros
 from hf_spec.core.checks import first_line
 from hf_spec.core.memory import RUNNING, memory
+from hf_spec.model.any_size import AnySize
 from hf_spec.model.captures import (
     CUDA_GRAPHS,
     RECORDERS,
@@ -45,7 +47,7 @@ from hf_spec.model.captures import (
     plain_tensors,
     take_turns,
 )
-from hf_spec.model.compilers import code_for, options_of
+from hf_spec.model.compilers import code_for, compiled_parts, options_of
 from hf_spec.model.rounding import difference, tolerance
 from modeling_patches.fingerprint import fingerprint
 from modeling_patches.weights import placement
@@ -83,6 +85,7 @@ class _Kept:
     def __init__(self) -> None:
         self.graphs: dict[Hashable, Graph] = {}
         self.compiled: dict[Hashable, Graph] = {}  # checked or not; of which records are made
+        self.parts: dict[Hashable, AnySize] = {}  # what they consist of, by backend and options
         self.refused: set[Hashable] = set()
         self.doubts: Counter[Hashable] = Counter()  # how much more often than not code has differed
         self.warned: set[str] = set()
@@ -148,6 +151,9 @@ class Graphs:
         options = repr(sorted(self._options.items(), key=repr))
         running = fingerprint(model)
         self._kind = kind, running.state, config.backend, options
+        self._parts = self._kept.parts.setdefault(
+            (config.backend, options), compiled_parts(self._backend, self._options)
+        )
         #: Of this call: ``made``, code that it has compiled, or tried to, and ``runs`` of what was
         #: there.
         self.counts: Counter[str] = Counter()
@@ -345,7 +351,7 @@ class Graphs:
         if self.records:
             with Watch(inputs):
                 captured(*inputs)
-        code = code_for(captured, self._backend, self._options)
+        code = code_for(captured, self._backend, self._options, self._parts)
         return Graph(code, baked, tolerance(dtypes), code)
 
     def _sorted(self, constants: Iterable[Tensor]) -> tuple[frozenset[Hashable], list[Tensor]]:

@@ -1,8 +1,7 @@
 """Captured graphs in which the same operations recur, as in a decoder's layers: compiled once.
 
 Compiling takes time in proportion to a graph's length, and most of a decoder is one layer again and
-again. Its graph is cut into what comes before the layers, each layer, and what comes after. Parts
-of the same operations on tensors of the same layouts share their code.
+again. Its graph is cut into what comes before the layers, each layer, and what comes after.
 """
 
 import copy
@@ -19,21 +18,25 @@ from torch.fx.passes.split_module import split_module
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from hf_spec.model.any_size import Code
+
 #: Fewest operations that count as a layer.
 SHORTEST = 16
 #: Number of periods that are tried, those of the most operations.
 _TRIED = 16
 
-#: From a part of a graph, with example inputs, to code.
-Compile = Callable[[fx.GraphModule, Sequence[Tensor]], Callable[..., Any]]
 
+def compile_in_parts(
+    captured: fx.GraphModule, code_of: Callable[[fx.GraphModule], Code]
+) -> Code | None:
+    """Code for a graph of tensors, cut into parts where they recur.
 
-def compile_once(captured: fx.GraphModule, compile_part: Compile) -> Callable[..., Any] | None:
-    """Code for a graph of tensors, in which parts that recur are compiled once, as they first run.
+    Args:
+        code_of: from a part to code, which equal parts share.
 
     Returns:
-        A function of the graph's inputs; None if nothing recurs, if parts would read what they
-        write through another input, or if they have inputs that are no tensors.
+        A function of the graph's inputs; None if parts would read what they write through another
+        input, or if they have inputs that are no tensors.
     """
     captured = fx.GraphModule(captured, copy.deepcopy(captured.graph))
     for node in captured.graph.nodes:
@@ -46,43 +49,19 @@ def compile_once(captured: fx.GraphModule, compile_part: Compile) -> Callable[..
             start.prepend(node)
     operations = [node for node in captured.graph.nodes if node.op == "call_function"]
     first, period, count = _recurring([_signature(node) for node in operations])
-    if count < 2:
-        return None
     constants = _constants_to_inputs(captured)
     part = {
-        node: min(max((index - first) // period + 1, 0), count + 1)
+        node: min(max((index - first) // period + 1, 0), count + 1) if count > 1 else 0
         for index, node in enumerate(operations)
     }
     cut = split_module(captured, captured, part.__getitem__, keep_original_order=True)
-    codes: dict[Hashable, _Code] = {}
-    for node in cut.graph.nodes:
-        if node.op == "call_module":
-            body: Any = cut.get_submodule(node.target)
-            if not _separate(body):
-                return None
-            kind = _operations(body), tuple(map(_layout, _inputs(body)))
-            code = codes.setdefault(kind, _Code(body, compile_part))
-            delattr(cut, node.target)
-            vars(cut)[node.target] = code  # called as it is, not as a module
+    bodies: dict[Any, Any] = dict(cut.named_children())
+    if not all(map(_separate, bodies.values())):
+        return None
+    for name, body in bodies.items():
+        delattr(cut, name)
+        vars(cut)[name] = code_of(body)  # called as it is, not as a module
     return lambda *inputs: cut.forward(*inputs, *constants)
-
-
-class _Code:
-    """A part that is compiled when it first runs."""
-
-    def __init__(self, body: fx.GraphModule, compile_part: Compile):
-        self._body, self._compile_part = body, compile_part
-        self._code: Callable[..., Any] | None = None
-
-    def __call__(self, *inputs: Tensor) -> Any:
-        if self._code is None:
-            # Code made for views would begin with their base.
-            alone = [
-                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-                for x in inputs
-            ]
-            self._code = self._compile_part(self._body, alone)
-        return self._code(*inputs)
 
 
 def _recurring(kinds: Sequence[Hashable]) -> tuple[int, int, int]:
@@ -151,18 +130,6 @@ def _written(body: fx.GraphModule) -> Iterator[Tensor]:
             for given, argument in zip(node.args, node.target._schema.arguments):
                 if argument.is_write:
                     yield from (one.meta["val"] for one in tree_leaves(given))
-
-
-def _operations(body: fx.GraphModule) -> Hashable:
-    """A graph without the names of its nodes."""
-    order = {node: index for index, node in enumerate(body.graph.nodes)}
-    return tuple(
-        (
-            node.op, node.target if node.op == "call_function" else None,
-            repr(map_arg((node.args, node.kwargs), lambda node: f"%{order[node]}")),
-        )
-        for node in body.graph.nodes
-    )  # fmt: skip
 
 
 def _constants_to_inputs(captured: fx.GraphModule) -> list[Tensor]:

@@ -29,8 +29,9 @@ from hf_spec.core.memory import memory
 from hf_spec.decoding.device_step import DeviceStep
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.model import captures
+from hf_spec.model.any_size import AnySize
 from hf_spec.model.captures import Captured, Unrepeatable, Watch
-from hf_spec.model.repeats import compile_once
+from hf_spec.model.repeats import compile_in_parts
 from modeling_patches.cache_name import CACHE
 
 pytestmark = pytest.mark.usefixtures("recorded")
@@ -235,17 +236,13 @@ def cut_into(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of each captured graph, how many of its parts are compiled; 0: it runs as a whole."""
     found: list[int] = []
 
-    def noted(captured: Any, compile_part: Any) -> Any:
-        place = len(found)
-        found.append(0)
+    def noted(captured: Any, parts: AnySize) -> Any:
+        before = sum(map(len, parts._kept.values()))
+        code = compile_in_parts(captured, parts)
+        found.append(sum(map(len, parts._kept.values())) - before)
+        return code
 
-        def compiled_part(*args: Any) -> Any:
-            found[place] += 1
-            return compile_part(*args)
-
-        return compile_once(captured, compiled_part)
-
-    monkeypatch.setattr("hf_spec.model.compilers.compile_once", noted)
+    monkeypatch.setattr("hf_spec.model.compilers.compile_in_parts", noted)
     return found
 
 

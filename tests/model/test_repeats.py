@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hf_spec.model.repeats import compile_once
+from hf_spec.model.any_size import AnySize
+from hf_spec.model.repeats import compile_in_parts
 
 LAYERS, WIDTH = 7, 4
+AS_IT_IS = AnySize(lambda part, _: part)
 
 
 class Layer(nn.Module):
@@ -70,8 +72,7 @@ def test_equal_parts_are_compiled_once(views: bool) -> None:
         given.append((part, [x._is_view() for x in inputs]))
         return part
 
-    code = compile_once(graph, compile_part)
-    assert code is not None and not given
+    code = compile_in_parts(graph, AnySize(compile_part))
     for _ in range(2):  # the second time with caches that the first has written into
         inputs = check(code, function, inputs)
     operations = [sum(node.op == "call_function" for node in part.graph.nodes) for part, _ in given]
@@ -86,7 +87,7 @@ def test_layers_that_differ_in_a_number() -> None:
     function, inputs, graph = captured(
         [Layer(3.0 if index % 3 == 2 else 2.0) for index in range(LAYERS)]
     )
-    check(compile_once(graph, lambda part, _: part), function, inputs)
+    check(compile_in_parts(graph, AS_IT_IS), function, inputs)
 
 
 @torch.no_grad()
@@ -103,16 +104,20 @@ def test_parts_that_read_what_overlaps() -> None:
     inputs = [torch.randn(2, WIDTH), torch.tensor([1, 4]), torch.randn(LAYERS, WIDTH)]
     inputs += list(torch.randn(LAYERS, 6, WIDTH))
     compiled: list[Any] = []
-    code = compile_once(
-        traced(function, inputs), lambda part, _: (compiled.append(part), part)[1]
-    )  # fmt: skip
+    parts = AnySize(lambda part, _: (compiled.append(part), part)[1])
+    code = compile_in_parts(traced(function, inputs), parts)
+    assert code is not None
     expected = function(*(one.clone() for one in inputs))
     torch.testing.assert_close(code(*inputs), expected, rtol=0, atol=0)
     assert len(compiled) <= 4
 
 
-def nothing_recurs() -> Any:
-    return captured([Layer(float(index + 2)) for index in range(LAYERS)])[2]
+def test_nothing_recurs() -> None:
+    function, inputs, graph = captured([Layer(float(index + 2)) for index in range(LAYERS)])
+    compiled: list[Any] = []
+    parts = AnySize(lambda part, _: (compiled.append(part), part)[1])
+    check(compile_in_parts(graph, parts), function, inputs)
+    assert len(compiled) == 1
 
 
 def inputs_that_overlap() -> Any:
@@ -144,11 +149,9 @@ def apply(body: Any, x: Tensor) -> Any:
     return body(x)
 
 
-@pytest.mark.parametrize(
-    "made", [nothing_recurs, inputs_that_overlap, constants_that_are_no_tensors]
-)
+@pytest.mark.parametrize("made", [inputs_that_overlap, constants_that_are_no_tensors])
 def test_what_stays_whole(made: Any) -> None:
     graph = made()
     before = str(graph.graph)
-    assert compile_once(graph, lambda part, _: part) is None
+    assert compile_in_parts(graph, AS_IT_IS) is None
     assert str(graph.graph) == before
