@@ -160,12 +160,15 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
 
 
 def load_adapters(model: Any, adapters: Iterable[Adapter]) -> None:
-    """Load adapters into ``model`` under their names, and activate all of them.
+    """Load adapters into ``model`` under their names, and activate all of them, beside a LoRA that
+    ``model`` was loaded with.
 
     Raises:
         ValueError: an adapter cannot be loaded.
     """
-    names = []
+    from hf_spec.adapters.active import fine_tunes
+
+    names, kept = [], fine_tunes(model)
     for adapter in adapters:
         what = f"cannot load adapter {adapter.path!r}"
         with (
@@ -177,4 +180,4 @@ def load_adapters(model: Any, adapters: Iterable[Adapter]) -> None:
             model.load_adapter(adapter.path, adapter_name=adapter.name)
         names.append(adapter.name)
     if names:
-        model.set_adapter(names)
+        model.set_adapter([*kept, *names])
