@@ -69,6 +69,8 @@ class SpecArguments(TrainingArguments):
                     "not known. Give a share of the training, below 1."
                 )
         super().__post_init__()
+        # Copies by nn.DataParallel have no named parameters; several devices take a process each.
+        self._n_gpu = min(self.n_gpu, 1)
 
 
 def trainable_method(name: str) -> Method:
