@@ -70,8 +70,12 @@ class SpecArguments(TrainingArguments):
                     "not known. Give a share of the training, below 1."
                 )
         super().__post_init__()
-        # Copies by nn.DataParallel have no named parameters; several devices take a process each.
-        self._n_gpu = min(self.n_gpu, 1)
+
+    @property
+    def n_gpu(self) -> int:
+        """At most 1, as nn.DataParallel's copies have no named parameters: several devices take a
+        process each."""
+        return min(super().n_gpu, 1)
 
 
 def trainable_method(name: str) -> Method:
