@@ -97,3 +97,13 @@ def test_an_interrupt_ends_it(monkeypatch):
 def test_an_adapter_needs_its_model(capsys):
     assert main(["doctor", "--adapter", "anything"]) == 2
     assert "--adapter needs --model" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer(tmp_path, capsys):
+    for make, message in (
+        (make_model(), "Couldn't instantiate the backend tokenizer from one of: (1)"),
+        (hf_spec.MedusaConfig(), "it is an adapter without a tokenizer; give its base model"),
+    ):
+        make.save_pretrained(tmp_path)
+        assert main(["doctor", "--model", str(tmp_path)]) == 2
+        assert message in capsys.readouterr().err

@@ -75,6 +75,8 @@ MESSAGES = [
     ("distill --adapter tuned", "changes the answers, which are to be the model's own"),
     ("distill --strategy medusa", "strategy 'medusa' needs a trained adapter: give --adapter"),
     ("train bita --adapter /none", "Can't find 'adapter_config.json' at '/none'"),
+    ("train space --adapter broken", "cannot read adapter 'broken': "),
+    ("bench --adapter broken", "cannot read adapter 'broken': "),
     # files
     ("bench --prompts none.jsonl", "none.jsonl': No such file"),
     ("bench --prompts bad.jsonl", "bad.jsonl, line 2: needs one of the fields"),
@@ -98,6 +100,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hf_spec.SpecConfig("layer_skip").save_pretrained(folder / "skip")
     hf_spec.SpaceConfig(update="lora").save_pretrained(folder / "tuned")
     hf_spec.SpecConfig("space").save_pretrained(folder / "tuned")
+    hf_spec.SpecConfig("space").save_pretrained(folder / "broken")
+    (folder / "broken" / "adapter_config.json").write_text("[1]")
     return folder
 
 

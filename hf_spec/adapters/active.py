@@ -74,10 +74,21 @@ def require_active(
 def _to_set(model: nn.Module, layer: Any, name: str) -> str | list[str]:
     """What `set_adapter` must be given to activate one adapter of a layer and leave those of other
     types, such as a LoRA, active: Transformers turns off all that it does not name."""
-    layers = [one for one in unwrapped(model).modules() if isinstance(one, BaseTunerLayer)]
-    active = {other for one in layers if not one.disable_adapters for other in one.active_adapters}
-    others = sorted(active.difference(layer.adapters))
+    others = sorted(active_names(model).difference(layer.adapters))
     return [*others, name] if others else name
+
+
+def active_names(model: nn.Module) -> set[str]:
+    """Names of all active adapters, of hf_spec and others."""
+    layers = [one for one in unwrapped(model).modules() if isinstance(one, BaseTunerLayer)]
+    return {name for one in layers if not one.disable_adapters for name in one.active_adapters}
+
+
+def fine_tunes(model: nn.Module) -> list[str]:
+    """Names of the active adapters that are not of hf_spec, such as a LoRA: they are what the model
+    is, and stay active whichever adapter drafts."""
+    ours = {name for layer in layers_of(unwrapped(model)) for name in layer.adapters}
+    return sorted(active_names(model) - ours)
 
 
 def merge_adapter(model: nn.Module, safe_merge: bool = False) -> bool:

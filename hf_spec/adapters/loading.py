@@ -139,13 +139,13 @@ def load_unattached(base: Any, place: str) -> Adapter:
 
 @contextmanager
 def unchanged_on_error(base: Any) -> Iterator[None]:
-    """If the block raises, a base model has the adapters that it had before."""
+    """If the block raises, or is interrupted, a base model has the adapters that it had before."""
     before = {layer: ([*layer.adapters], layer.active_adapters) for layer in layers_of(base)}
     configs = dict(getattr(base, "peft_config", {}))
     trainable = [(parameter, parameter.requires_grad) for parameter in base.parameters()]
     try:
         yield
-    except Exception:
+    except BaseException:
         for layer in layers_of(base):
             names, active = before.get(layer, ([], []))
             layer.set_adapter(active)

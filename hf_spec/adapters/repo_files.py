@@ -14,7 +14,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hf_spec.core.checks import INSTALL
-from hf_spec.files import write_atomically
+from hf_spec.files import read_json, write_atomically
 
 GENERATION, SHIM = "generation_config.json", "custom_generate/generate.py"
 #: The line of the shim that is filled in.
@@ -55,9 +55,7 @@ def write_companions(folder: str | os.PathLike[str], config_class: Any, shim: bo
     if config_class.strategy is None:
         return
     path = Path(folder) / GENERATION
-    data = GenerationConfig().to_diff_dict()
-    if path.is_file():
-        data = json.loads(path.read_text(encoding="utf-8"))
+    data = read_json(path, optional=True) or GenerationConfig().to_diff_dict()
     if not data.get("assistant_strategy"):
         # With _from_model_config=True, loading would drop the strategy.
         data |= {

@@ -170,10 +170,11 @@ def distinct_layers(name: str, layers: Any, high: int | None = None, why: str = 
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if it has none; of a KeyError both, since
-    its message is just the key."""
+    """The first line of an error's message, or all in one line if that announces the rest; its type
+    if it has none; of a KeyError both, since its message is just the key."""
     kind, text = type(error).__name__, str(error).strip()
-    return (f"{kind}: {text}" if isinstance(error, KeyError) else text or kind).splitlines()[0]
+    lines = (f"{kind}: {text}" if isinstance(error, KeyError) else text or kind).splitlines()
+    return " ".join(map(str.strip, lines)) if lines[0].rstrip().endswith(":") else lines[0]
 
 
 def nearest(given: Any, known: Iterable[Any]) -> str:

@@ -31,6 +31,11 @@ def last_stats(model: nn.Module) -> SpecStats | None:
 
     Args:
         model: the model, or a PEFT or ``torch.compile`` wrapper around it.
+
+    Raises:
+        ValueError: it is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"last_stats({model!r}): give the model whose generate() was called.")
     stats: SpecStats | None = memory(unwrapped(model)).get(SpecStats)
     return stats

@@ -134,9 +134,11 @@ def dynamic_weights(losses: Tensor, wanted: Tensor) -> Tensor:
     that all tokens up to there are accepted (D-PACE; Wu et al., 2026, eqs. (7) and (8)).
 
     Args:
-        losses, wanted: see :func:`prediction_losses`; exp(-loss) counts as the probability.
+        losses, wanted: see :func:`prediction_losses`; exp(-loss) counts as the probability. A loss
+            is below 0 where some of the model's own distribution is not there.
     """
-    sure = SMOOTHING + (1 - SMOOTHING) * (-losses).exp().masked_fill(wanted == NEVER, 0.0)
+    sure = losses.clamp(min=0).neg().exp().masked_fill(wanted == NEVER, 0.0)
+    sure = SMOOTHING + (1 - SMOOTHING) * sure
     reached = sure.cumprod(-1).masked_fill(wanted == IGNORED, 0.0)
     return reached.flip(-1).cumsum(-1).flip(-1)
 

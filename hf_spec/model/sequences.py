@@ -298,13 +298,15 @@ def token_states(
 def computed_states(model: Any, embeddings: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
     """Keys and values per layer of ``embeddings`` (tokens, hidden) as the start of a sequence.
 
-    Gradients flow to the embeddings. Each result: ``(kv_heads, tokens, head_dim)``.
+    Gradients flow to the embeddings; dropout is off, as in decoding. Each result:
+    ``(kv_heads, tokens, head_dim)``.
     """
     cache = DynamicCache()
     dtype = placement(model).dtype
     tokens = torch.zeros(1, 0, dtype=torch.long, device=embeddings.device)
-    model(
-        **embedded(model, embeddings[None].to(dtype), tokens), **{CACHE: cache}, use_cache=True,
-        **supported_kwargs(model, logits_to_keep=1),
-    )  # fmt: skip
+    with _evaluating(model):
+        model(
+            **embedded(model, embeddings[None].to(dtype), tokens), **{CACHE: cache},
+            use_cache=True, **supported_kwargs(model, logits_to_keep=1),
+        )  # fmt: skip
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]

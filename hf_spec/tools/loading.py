@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 NATIVE = "native"
 #: A model's folder has one of these, the second one if it is an adapter of PEFT.
 CONFIGS = ("config.json", "adapter_config.json")
+#: What PEFT and Transformers raise for adapters that are broken or missing.
+BROKEN = (OSError, ValueError, RuntimeError, KeyError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,10 @@ def _explained(path: str) -> Iterator[None]:
         raise ValueError(f"cannot load model {path!r}: there is no such folder")
     if folder.is_dir() and not any((folder / name).is_file() for name in CONFIGS):
         raise ValueError(f"cannot load model {path!r}: the folder has no {CONFIGS[0]}")
+    if (folder / CONFIGS[1]).is_file() and not any(folder.glob("tokenizer*")):
+        raise ValueError(
+            f"cannot load model {path!r}: it is an adapter without a tokenizer; give its base model"
+        )
     disable_progress_bar()
     # Its retries would bury the one line that says what is wrong.
     hub_logging.set_verbosity_error()
@@ -146,7 +152,7 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
     for index, path in enumerate(paths):
         if is_path(path) and not Path(path).is_dir():
             raise ValueError(f"cannot read adapter {path!r}: there is no such folder")
-        with explained(f"cannot read adapter {path!r}", OSError, ValueError):
+        with explained(f"cannot read adapter {path!r}", *BROKEN):
             config = hf_spec.SpecConfig.from_pretrained(path)
             strategy, options = config.assistant_strategy, dict(config.assistant_kwargs or {})
             if not strategy:
@@ -160,21 +166,21 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
 
 
 def load_adapters(model: Any, adapters: Iterable[Adapter]) -> None:
-    """Load adapters into ``model`` under their names, and activate all of them.
+    """Load adapters into ``model`` under their names, and activate all of them, beside a LoRA that
+    ``model`` was loaded with.
 
     Raises:
         ValueError: an adapter cannot be loaded.
     """
-    names = []
+    from hf_spec.adapters.active import fine_tunes
+
+    names, kept = [], fine_tunes(model)
     for adapter in adapters:
         what = f"cannot load adapter {adapter.path!r}"
-        with (
-            explained(what, OSError, ValueError, RuntimeError, KeyError),
-            warnings.catch_warnings(),
-        ):
+        with explained(what, *BROKEN), warnings.catch_warnings():
             # PEFT's, of adapters side by side, which we want.
             warnings.filterwarnings("ignore", "Already found a `peft_config`")
             model.load_adapter(adapter.path, adapter_name=adapter.name)
         names.append(adapter.name)
     if names:
-        model.set_adapter(names)
+        model.set_adapter([*kept, *names])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -228,6 +229,16 @@ def test_refused(adapter, base_path, defect, door):
         assert not hasattr(base, "spec_modules") and not hasattr(base, "peft_config")
         assert not base._hf_peft_config_loaded
         assert all(parameter.requires_grad for parameter in base.parameters())
+
+
+def test_an_interrupted_load_leaves_the_model_as_it_was(good, base_path, monkeypatch):
+    base = load(base_path)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(base, "load_state_dict", Mock(side_effect=KeyboardInterrupt))
+        base.load_adapter(str(good))
+    assert not hasattr(base, "spec_modules")
+    base.load_adapter(str(good))
+    assert find_active(base, "SAMPLE") is not None
 
 
 def adapters_of(base: Any) -> set[str]:

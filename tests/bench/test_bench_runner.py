@@ -7,16 +7,19 @@ from contextlib import nullcontext
 import pytest
 import torch
 from adapter_oracle import added
+from peft import LoraConfig, get_peft_model
 from running import drafting
 from tiny_checkpoint import CONTEXT, make_model, make_tokenizer, save_checkpoint, write_prompts
 
 import hf_spec
+from hf_spec.adapters.active import active_names
 from hf_spec.tools import cli
 from hf_spec.tools.bench import runner, session
-from hf_spec.tools.bench.contenders import contenders, parse_names
+from hf_spec.tools.bench.contenders import add_untrained, contenders, parse_names
+from hf_spec.tools.bench.diagnosis import supported
 from hf_spec.tools.bench.prompts import Prompt, encode
 from hf_spec.tools.bench.runner import run as run_contenders
-from hf_spec.tools.loading import Adapter, read_adapters
+from hf_spec.tools.loading import Adapter, load_adapters, read_adapters
 
 NEW = 24
 STOCK = "transformers:prompt_lookup"
@@ -204,6 +207,29 @@ def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(
     assert rows["prompt_lookup"]["speedup"] == pytest.approx(
         speed["prompt_lookup"] / speed["generate"]
     )
+
+
+def test_the_lora_of_a_model_stays_whichever_adapter_drafts(tmp_path, tokenizer, prompts):
+    """In all calls, also those without a strategy, and the model is as it was in the end."""
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    for name, config in (("tuned", lora), ("medusa", hf_spec.MedusaConfig(num_heads=2))):
+        get_peft_model(make_model(), config).save_pretrained(tmp_path / name)
+    model = make_model()
+    untuned = plain_tokens(model, tokenizer, prompts[0])
+    model.load_adapter(str(tmp_path / "tuned"))
+    tuned = plain_tokens(model, tokenizer, prompts[0])
+    assert tuned != untuned
+    adapters = read_adapters([str(tmp_path / "medusa")])
+    load_adapters(model, adapters)
+    bita = [Adapter("untrained", "untrained_bita", "bita", {})]
+    add_untrained(model, bita)
+    assert supported(model)["medusa"] is None
+    active = active_names(model)
+    assert active == {"default", "untrained_bita"}
+    lineup = contenders(["medusa", "bita"], {}, [*adapters, *bita])
+    result = run_contenders(model, tokenizer, prompts[:1], lineup, max_new_tokens=NEW)
+    assert [one.rows for one in result.measurements] == 3 * [[tuned]]
+    assert active_names(model) == active
 
 
 def test_a_strategy_around_another_one_has_both_adapters(tokenizer, prompts):

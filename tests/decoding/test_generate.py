@@ -307,6 +307,8 @@ def test_scores_and_logits(tiny: Tiny, spec: Spec) -> None:
 def test_spec_stats(fresh: Tiny, spec: Spec, eos: list[int] | None) -> None:
     model = fresh("llama_tied")
     assert hf_spec.last_stats(model) is None
+    with pytest.raises(ValueError, match="give the model"):
+        hf_spec.last_stats(None)  # type: ignore[arg-type]
     for inputs in (ragged(), {"input_ids": prompt()}):
         with forwards(model) as sizes:
             out = model.generate(

@@ -57,6 +57,7 @@ def test_dynamic_weights_are_parts_of_the_expected_length() -> None:
     length = (logs.cumsum(-1).exp() * (wanted != IGNORED)).sum()
     weights = dynamic_weights(losses, wanted)
     torch.testing.assert_close(weights, *torch.autograd.grad(length, logs))
+    assert (dynamic_weights(-losses, wanted) <= losses.shape[2]).all()
     total = mean_loss(losses, logits, wanted, decay=None)["loss"]
     expected = wanted_mean(losses * weights, wanted, 1).sum(-1).mean()
     assert float(total) == pytest.approx(float(expected))

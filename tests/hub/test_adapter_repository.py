@@ -103,6 +103,15 @@ def test_peft_saves_what_decoding_needs(checkpoint, tmp_path):
     assert hf_spec.SpecConfig.from_pretrained(tmp_path).assistant_kwargs == OPTIONS
 
 
+def test_other_weights_have_not_been_measured(checkpoint, adapter):
+    model, file = load_checkpoint(checkpoint), adapter / "results.json"
+    for rank, measured in ((0, True), (2, False)):
+        config = hf_spec.LayerSkipConfig(skip_attention=[1], draft_rank=rank)
+        with attached(model, config) as peft_model:
+            save_adapter(peft_model, adapter, "layer_skip", OPTIONS)
+        assert file.is_file() == measured
+
+
 def test_transformers_saves_what_decoding_needs(checkpoint, tmp_path):
     """It writes the base's generation config first, which is kept and completed."""
     model = load_checkpoint(checkpoint)

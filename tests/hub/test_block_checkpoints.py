@@ -378,6 +378,7 @@ def test_a_vocabulary_of_the_bases_rows_is_exported_with_them(tmp_path):
         ({"logit_scale": 0.5}, "speculators", "'output_multiplier': 0.5.: speculators knows such"),
         ({"conv_kernel_size": 2}, "speculators", "convolutions and a selector only together"),
         ({"layers": [2, 8]}, "speculators", r"layers=\[2, 8\]: the last is the final state"),
+        ({"confidence_head": "state"}, "sglang", "confidence_head='state': others know it beside"),
     ],
 )  # fmt: skip
 def test_what_formats_do_not_know(tmp_path, given, form, message):

@@ -33,6 +33,16 @@ def test_loss_against_one_anchor_at_a_time(fresh: Tiny, depth: str) -> None:
     torch.testing.assert_close(loss, torch.stack(means).mean(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("depth", ["deep", "shallow"])
+def test_the_base_drops_nothing_out_in_training(fresh: Tiny, depth: str) -> None:
+    config = hf_spec.BitaConfig(num_prompt_tokens=4, prompt_depth=depth)
+    peft_model, batch = get_peft_model(fresh("gpt2"), config).train(), two_answers()
+    assert peft_model.config.resid_pdrop > 0
+    loss = peft_model(**batch)["loss"]
+    assert torch.equal(peft_model(**batch)["loss"], loss)
+    assert all(module.training for module in peft_model.modules())
+
+
 @torch.no_grad()
 def naive(model: Any, ids: torch.Tensor, weights: dict, depth: str) -> torch.Tensor:
     """Logits of the mask tokens behind one prefix, by stock forwards."""

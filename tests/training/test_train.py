@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -253,6 +254,25 @@ def test_options_are_fields_of_config_and_training_arguments(capsys):
     for words in ("train --help", "train draft_model --help"):
         assert cli.main(words.split()) == 0
         assert "\nOptions of" not in capsys.readouterr().out
+
+
+def test_the_order_of_the_data_has_a_seed_of_its_own(tmp_path):
+    settings = {**SETTINGS, "max_steps": 1, "eval_steps": 1}
+    for seed in (1, 2):
+        given = {**settings, "data_seed": seed}
+        train(make_model(), answers(), "medusa", tmp_path / str(seed), {"num_heads": 2}, given)
+    assert not same(weights(tmp_path / "1"), weights(tmp_path / "2"))
+
+
+def test_a_process_trains_on_one_device(tmp_path, monkeypatch):
+    """The one that is asked for, also where there are others."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    made = spec_arguments(get_method("bita"), tmp_path, hf_spec.BitaConfig(), use_cpu=False)
+    assert (made.n_gpu, made.train_batch_size) == (1, made.per_device_train_batch_size)
+    look = Mock(side_effect=ValueError)
+    monkeypatch.setattr("hf_spec.tools.training.arguments.spec_arguments", look)
+    words = f"train bita --model m --data d --output {tmp_path} --device cpu"
+    assert cli.main(words.split()) == 2 and look.call_args.kwargs["use_cpu"]
 
 
 @pytest.mark.parametrize(("rows", "held_out", "kept"), [(24, 32, 6), (24, 4, 4), (2, 32, 1)])

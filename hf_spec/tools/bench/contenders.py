@@ -10,6 +10,7 @@ from typing import Any
 from transformers import CompileConfig
 
 import hf_spec
+from hf_spec.adapters.active import fine_tunes
 from hf_spec.adapters.predicting import VocabularyConfig
 from hf_spec.core.checks import check_choice
 from hf_spec.drafting.options import AUTO
@@ -125,6 +126,7 @@ def untrained(names: Iterable[str], adapters: Iterable[Adapter]) -> list[Adapter
 
 def add_untrained(model: Any, adapters: Iterable[Adapter]) -> None:
     """Give a model these :func:`untrained` adapters, of the size that ``hf-spec train`` makes."""
+    kept = fine_tunes(model)
     for one in adapters:
         method = get_method(one.strategy)
         assert method.adapter_config is not None
@@ -132,6 +134,7 @@ def add_untrained(model: Any, adapters: Iterable[Adapter]) -> None:
         if isinstance(config, VocabularyConfig):
             config.set_vocabulary(model)
         model.add_adapter(config, one.name)
+        model.set_adapter([*kept, one.name])
 
 
 def contenders(

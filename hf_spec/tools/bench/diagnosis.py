@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hf_spec.adapters.active import active_names
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import PredictingConfig
 from hf_spec.core.checks import first_line
@@ -35,7 +36,7 @@ def supported(model: Any) -> dict[str, str | None]:
     adapters stay active.
     """
     ids = torch.arange(1, 9, device=model.device)[None] % model.config.get_text_config().vocab_size
-    active = [*model.active_adapters()] if getattr(model, "peft_config", None) else []
+    active = sorted(active_names(model))
     obstacles: dict[str, str | None] = {}
     for name, method in methods().items():
         config, on_trial, obstacles[name] = method.adapter_config, False, None

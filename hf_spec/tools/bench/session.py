@@ -13,6 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import hf_spec
+from hf_spec.adapters.active import active_names, fine_tunes
 from hf_spec.core.checks import explained
 from hf_spec.core.stats import SpecStats, synchronize
 from hf_spec.tools.bench.contenders import Contender
@@ -73,6 +74,7 @@ class Session:
         options: keyword arguments of every call.
         managed: whether adapters are switched before every call, as some contender has one.
             Otherwise the caller's active adapters stay active.
+        kept: the adapters that are active in every call, those of :func:`fine_tunes`.
         unmerged: by contender, why its adapter could not be merged into the weights.
         compiling: by contender, the number of calls that compiled something, and their seconds.
     """
@@ -80,6 +82,7 @@ class Session:
     model: Any
     options: dict[str, Any]
     managed: bool
+    kept: list[str]
     unmerged: dict[str, str] = field(default_factory=dict)
     compiling: dict[str, tuple[int, float]] = field(default_factory=dict)
 
@@ -91,7 +94,8 @@ class Session:
     ) -> Iterator[Session]:  # fmt: skip
         """A session for these contenders; the block ends with the model as it was. ``ends``:
         whether texts end with EOS, and not only with ``max_new_tokens``."""
-        session = cls(model, options, any(item.adapters for item in contenders))
+        managed, before = any(item.adapters for item in contenders), active_names(model)
+        session = cls(model, options, managed, fine_tunes(model))
         saved = model.generation_config
         greedy = not options["do_sample"]
         model.generation_config = _generation_config(model, tokenizer, greedy, ends)
@@ -101,16 +105,22 @@ class Session:
             model.generation_config = saved
             if session.managed:
                 hf_spec.unmerge_adapter(model)
+                session._set(sorted(before))
 
-    def activate(self, contender: Contender) -> None:
-        """Activate the contender's adapters, or none."""
-        if not self.managed:
-            return
-        if not contender.adapters:
+    def _set(self, names: list[str]) -> None:
+        """Activate these adapters, and no others."""
+        if not names:
             self.model.disable_adapters()
         else:
             self.model.enable_adapters()
-            self.model.set_adapter(list(contender.adapters))
+            self.model.set_adapter(names)
+
+    def activate(self, contender: Contender) -> None:
+        """Activate the contender's adapters, or none, beside those that are kept."""
+        if not self.managed:
+            return
+        self._set([*self.kept, *contender.adapters])
+        if contender.adapters:
             try:  # updates are merged into the weights, as for serving, where that is possible
                 hf_spec.merge_adapter(self.model)
             except ValueError as error:

@@ -70,6 +70,8 @@ def train(
         raise ValueError(f"'hf-spec train {method}' needs {missing}")
     require("train", "accelerate", "datasets")
     config, arguments = parse_options(context.args, method, fields)
+    if device is not None and device.startswith("cpu"):
+        arguments["use_cpu"] = True  # the Trainer takes an accelerator if there is one
     # Invalid values are refused before anything is loaded.
     adapter_config = given.config_of(chosen, config, adapter)
     options = opt.json_object("--strategy-kwargs", strategy_kwargs)

@@ -52,6 +52,8 @@ def _written(
         f"layers={config.layers}: the last is the final state, which others give "
         "before the final norm. Train without it.":
         max(config.layers) == num_layers(model),
+        f"confidence_head={config.confidence_head!r}: others know it beside DSpark's Markov heads "
+        "only.": config.confidence_head != "none" and name != "dspark",
     })  # fmt: skip
     table = kinds.FIELDS | dict(kinds.KINDS[name].fields)
     fields = {theirs: getattr(config, ours) for ours, theirs in table.items()}

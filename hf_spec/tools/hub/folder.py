@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import tempfile
 import warnings
@@ -52,11 +53,16 @@ def save_adapter(
     state: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Write the adapter ``default`` of a ``PeftModel`` with its ``SpecConfig``: all of a folder but
-    the card. ``state`` is the model's state dict, where its own tensors are sharded."""
+    the card. What was measured of an adapter with other weights there is removed. ``state`` is the
+    model's state dict, where its own tensors are sharded."""
     with staging(folder) as temporary:
         model.save_pretrained(temporary, state_dict=state, save_embedding_layers=False)
         for path in (CARD, GENERATION, SHIM):  # which PEFT writes, too
             (temporary / path).unlink(missing_ok=True)
+        old = folder / WEIGHTS
+        if old.is_file() and not filecmp.cmp(old, temporary / WEIGHTS, shallow=False):
+            for name in MEASURED:  # of the adapter that is replaced
+                (folder / name).unlink(missing_ok=True)
     save_spec_config(folder, strategy, options)
 
 

@@ -14,8 +14,9 @@ from transformers import TrainingArguments
 from hf_spec.adapters.checkpoint import WEIGHTS
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.predicting import VocabularyConfig
-from hf_spec.core.checks import check_count, check_range, nearest, said_of, setting
+from hf_spec.core.checks import check_count, check_range, explained, nearest, said_of, setting
 from hf_spec.methods.registry import Method, methods
+from hf_spec.tools.loading import BROKEN
 
 #: Fields of configs that only training reads, beside learning rates.
 OF_TRAINING = ("loss", "decay", "ttt_steps")
@@ -70,6 +71,12 @@ class SpecArguments(TrainingArguments):
                 )
         super().__post_init__()
 
+    @property
+    def n_gpu(self) -> int:
+        """At most 1, as nn.DataParallel's copies have no named parameters: several devices take a
+        process each."""
+        return min(super().n_gpu, 1)
+
 
 def trainable_method(name: str) -> Method:
     """The method of this name; a ValueError if there is none, or it cannot be trained."""
@@ -113,7 +120,8 @@ def config_of(
         if sized and model is not None:
             new.set_vocabulary(model)
         return new
-    config: Any = PeftConfig.from_pretrained(str(start))
+    with explained(f"cannot read adapter {str(start)!r}", *BROKEN):
+        config: Any = PeftConfig.from_pretrained(str(start))
     if type(config) is not method.adapter_config:
         raise ValueError(
             f"{str(start)!r} is an adapter of type {config.peft_type}: {method.name!r} goes on "

@@ -99,4 +99,6 @@ def kept_states(trainer: Any, folder: Path, base: str) -> Iterator[None]:
         yield
     finally:
         KEEPER.reset(token)
-    shutil.rmtree(own, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    for one in folder.glob("states-*"):  # before it was resumed there may have been more processes
+        shutil.rmtree(one, ignore_errors=True)

@@ -142,7 +142,8 @@ def _trainer(
     from hf_spec.tools.training.trainer import SpecTrainer
 
     anchors = args.num_anchors or method.num_anchors
-    data = {"num_anchors": anchors, "max_length": args.max_length, "seed": args.seed}
+    seed = args.seed if args.data_seed is None else args.data_seed
+    data = {"num_anchors": anchors, "max_length": args.max_length, "seed": seed}
     prompts = [list(ids) for ids in held_out["prompt_ids"][: args.served_prompts]]
     return SpecTrainer(
         model=model, args=args, data_collator=collate, train_dataset=AnswerDataset(rows, **data),
