@@ -16,6 +16,7 @@ GIVEN = {
     "train": "--model /none --data /none --output out",
     "search": "--model /nowhere --prompts a.jsonl --output out --dtype float32 --device cpu",
     "import": "--model /nowhere --output out",
+    "doctor": "--model /nowhere",
 }
 #: Words of a command, those of ``train`` and ``import`` with their argument, and what it says.
 MESSAGES = [
@@ -51,6 +52,8 @@ MESSAGES = [
     ("train bita --max-minutes 0", "max_minutes=0.0: must be a number in (0"),
     ("train bita --max-minutes 5 --warmup-steps 9", "a share of the training"),
     ("train bita --model=", "'hf-spec train bita' needs --model"),
+    ("train bita --device cuda:1", "--device cuda:1: a training takes the first GPU that it sees"),
+    ("doctor --no-measure --prompts a.jsonl", "--prompts with --no-measure: nothing is decoded"),
     ("train space --update none --p-ar 1.0", "p_ar=1.0: nothing is trained"),
     # options of strategies
     ("bench --strategy-kwargs prompt_lookup", "must be NAME=JSON"),

@@ -50,6 +50,8 @@ def doctor(
     for option, given in (("--adapter", adapter), ("--prompts", prompts)):
         if given and model is None:
             raise ValueError(f"{option} needs --model: name the model that it is for")
+    if prompts and not measure:
+        raise ValueError("--prompts with --no-measure: nothing is decoded; leave out one of them")
     here = {"imported from": str(Path(hf_spec.__file__).parent)}
     found: dict[str, Any] = {"environment": machine(torch.device(chosen_device(None))) | here}
     if model is not None:

@@ -70,7 +70,12 @@ def train(
         raise ValueError(f"'hf-spec train {method}' needs {missing}")
     require("train", "accelerate", "datasets")
     config, arguments = parse_options(context.args, method, fields)
-    if device is not None and device.startswith("cpu"):
+    if device is not None and device.partition(":")[2] not in ("", "0"):
+        raise ValueError(
+            f"--device {device}: a training takes the first GPU that it sees. Leave --device out, "
+            f"and set CUDA_VISIBLE_DEVICES={device.partition(':')[2]}."
+        )
+    if device == "cpu":
         arguments["use_cpu"] = True  # the Trainer takes an accelerator if there is one
     # Invalid values are refused before anything is loaded.
     adapter_config = given.config_of(chosen, config, adapter)
