@@ -140,8 +140,8 @@ class Acceptance:
 
         with RUNNING:
             drawn = [
-                torch.empty(tree.batch_size, width, device=device).exponential_()
-                for width, device in [self._drawn_for] * self.do_sample
+                torch.empty(tree.batch_size, width, dtype=torch.float32, device=on).exponential_()
+                for width, on in [self._drawn_for] * self.do_sample
             ]
         key = "typical", key, limits, self.do_sample
         return VerifyProgram(key, accept, [*context, *drawn])
