@@ -5,7 +5,6 @@ from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -48,7 +47,7 @@ class MergedCopies:
         def make() -> dict[str, Tensor]:
             return {name: merged(modules[name], fac) for name, fac in self._factors.items()}
 
-        with _COPYING, torch.inference_mode(False), torch.no_grad():
+        with _COPYING:
             return made_anew(_COPIES, self._update, sources, make)
 
     @property

@@ -77,7 +77,8 @@ def made_anew(
     if known is None or known[0] != key:
         known = None
         store.pop(owner, None)  # frees it before what takes its place is allocated
-        # With the tensors, but not the parameters, whose owner could not be freed.
-        known = store[owner] = key, [tensor.data for tensor in tensors], make()
+        with torch.inference_mode(False), torch.no_grad():  # training may use it later
+            # With the tensors, but not the parameters, whose owner could not be freed.
+            known = store[owner] = key, [tensor.data for tensor in tensors], make()
     made: Made = known[2]
     return made

@@ -49,6 +49,17 @@ def drafting(strategy: str, /, **options: Any) -> dict[str, Any]:
     return {**given, **needed(strategy)}
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """A default dtype within the block, as of a script that sets one to make models."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def needed(strategy: str) -> dict[str, Any]:
     """Further keywords of ``generate`` without which a strategy cannot run."""
     from conftest import shared

@@ -354,10 +354,11 @@ class AttentionStates:
 
     def repeat(self, rows: Tensor) -> None:
         """Copy rows into buffers of ``len(rows)`` rows; rows may repeat."""
-        self._groups = [
-            (storage.index_select(1, rows.to(storage.device)), members)
-            for storage, members in self._groups
-        ]
+        with torch.inference_mode(False):  # as of zeros()
+            self._groups = [
+                (storage.index_select(1, rows.to(storage.device)), members)
+                for storage, members in self._groups
+            ]
         self.batch_size = len(rows)
         self.attach()
 

@@ -156,11 +156,11 @@ class Tree:
             parents: ``(batch, nodes)`` int64, likeliest nodes first.
             depths: ``(batch, nodes)`` int64.
             tokens: ``(batch, nodes)`` int64.
-            log_probs: ``(batch, nodes)`` float32, of the path down to each node; 0 for the root,
+            log_probs: ``(batch, nodes)`` of the path down to each node; 0 for the root,
                 -inf for padding, which comes last.
         """
         parts = parents, depths, tokens, log_probs
-        return torch.cat([part.to(log_probs) for part in parts], dim=1)
+        return torch.cat([part.to(log_probs.device, torch.float32) for part in parts], dim=1)
 
     @staticmethod
     def unpacked(packed: Tensor, numbers: np.ndarray | None = None) -> Tree:

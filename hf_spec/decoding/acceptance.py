@@ -140,8 +140,8 @@ class Acceptance:
 
         with RUNNING:
             drawn = [
-                torch.empty(tree.batch_size, width, device=device).exponential_()
-                for width, device in [self._drawn_for] * self.do_sample
+                torch.empty(tree.batch_size, width, dtype=torch.float32, device=on).exponential_()
+                for width, on in [self._drawn_for] * self.do_sample
             ]
         key = "typical", key, limits, self.do_sample
         return VerifyProgram(key, accept, [*context, *drawn])
@@ -159,7 +159,8 @@ class Acceptance:
             tree = tree.without(list(eos))
         self.recorded = []
         self._drawn_for = logits.shape[-1], logits.device
-        if self.options.acceptance == "typical":
+        # Of a root alone the rule says nothing; that of the prompt is no token of the text.
+        if self.options.acceptance == "typical" and tree.num_tokens > 1:
             return self._typical(tree, logits)
         active = to_device(unfinished, logits.device)
         # A processor with a state must not be called for more tokens than are accepted.

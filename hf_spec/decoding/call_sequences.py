@@ -51,7 +51,7 @@ class Sequences:
         same: Callable[[Sequence[float]], list[float]] = list,
     ):  # fmt: skip
         count, self.width = input_ids.shape
-        self.max_length = min(math.ceil(criteria.max_length), NO_LIMIT)
+        self.max_length = NO_LIMIT
         self._ids = input_ids.clone()
         self.lengths = [self.width] * count
         #: Columns of each sequence that the device has.
@@ -78,11 +78,14 @@ class Sequences:
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 self.eos |= set(criterion.eos_token_id.tolist())
+            elif type(criterion) is MaxLengthCriteria:
+                self.max_length = min(math.ceil(criterion.max_length), self.max_length)
             elif type(criterion) is MaxTimeCriteria:
-                self._deadline = criterion.initial_timestamp + criterion.max_time
+                end = criterion.initial_timestamp + criterion.max_time
+                self._deadline = min(end, self._deadline)
             elif type(criterion) is StopStringCriteria:
                 self._by_token.append(criterion)
-            elif type(criterion) is not MaxLengthCriteria:
+            else:
                 self._by_column.append(criterion)
 
         # Plain generation pads finished sequences if any criterion knows EOS; otherwise they run on

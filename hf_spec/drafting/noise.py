@@ -159,7 +159,7 @@ class SamplingNoise:
         """E of a token to come."""
         drawn, generator = self._drawn[row], self._generators[row]
         while len(drawn) <= ahead:
-            noise = torch.empty(self._vocab, device=self.device)
+            noise = torch.empty(self._vocab, dtype=torch.float32, device=self.device)
             if generator is not None:
                 drawn.append(noise.exponential_(generator=generator))
                 continue

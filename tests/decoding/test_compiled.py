@@ -19,7 +19,7 @@ from adapter_oracle import randomise
 from conftest import ARCHITECTURES, EOS, check_same, prompt, ragged
 from covering import EVERY_CASE, covering
 from replay import RECORDED
-from running import CAPTURED, drafting, experts_are_captured, family
+from running import CAPTURED, default_dtype, drafting, experts_are_captured, family
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
@@ -195,6 +195,13 @@ def test_adapters_of_one_name(shallow: Any) -> None:
         found = check(model, spec, inputs=prompt(), **few)
         assert found.spec_stats.accepted_histogram == want
         model.delete_adapter("one")
+
+
+def test_another_default_dtype(shallow: Any) -> None:
+    """Trees that a program has grown are read as what it has packed."""
+    model = adapt(shallow(), "medusa")
+    with default_dtype(torch.float64):
+        check(model, strategy("medusa"), inputs=prompt())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -188,6 +188,8 @@ def test_inference_mode(tiny: Tiny, spec: Spec) -> None:
         out = check_same(tiny(), {**spec, "return_dict_in_generate": True}, prompt())
         ids = torch.cat([out.sequences, prompt(4, seed=9)], dim=1)
         check_same(tiny(), {**spec, CACHE: out[CACHE]}, ids)
+        out[CACHE].batch_repeat_interleave(2)
+    check_same(tiny(), {**spec, CACHE: out[CACHE]}, ids.repeat(2, 1))  # outside of it
 
 
 # -- attention back ends ---------------------------------------------------------------------

@@ -153,13 +153,15 @@ class StopAt(StoppingCriteria):
 
 @pytest.mark.parametrize("eos", [None, EOS])
 def test_criteria(tiny: Tiny, spec: Spec, eos: int | None) -> None:
-    """Rows stop at different times; without EOS plain generation lets finished rows run on."""
+    """Rows stop at different times; without EOS plain generation lets finished rows run on. Of
+    several criteria of a type, each counts."""
     model = tiny()
     token = int(plainly(model, inputs=prompt(), **GREEDY)[0, 18])
-    stock = (MaxLengthCriteria(16), EosTokenCriteria(token), MaxTimeCriteria(1e6))
-    for criterion in (StopAt(3), StopAt(5), StopAt(11), *stock):
-        criteria = StoppingCriteriaList([criterion])
-        check_same(model, spec, **ragged(), stopping_criteria=criteria, eos_token_id=eos)
+    own = [[StopAt(number)] for number in (3, 5, 11)]
+    lengths, times = map(MaxLengthCriteria, (20, 18)), map(MaxTimeCriteria, (0.0, 1e6))
+    for criteria in (*own, [EosTokenCriteria(token)], [*lengths], [*times]):
+        given = {"stopping_criteria": StoppingCriteriaList(criteria), "eos_token_id": eos}
+        check_same(model, spec, **ragged(), **given)
 
 
 class StopsAll(StoppingCriteria):

@@ -88,6 +88,18 @@ def test_typical_acceptance_is_refused(tiny: Any) -> None:
         )  # fmt: skip
 
 
+def test_the_first_token_of_typical_acceptance(fresh: Any) -> None:
+    """It is chosen by the prompt's tokens alone, of which this one is none."""
+    model, ids = fresh("llama"), prompt(9)
+    with torch.no_grad():
+        model.lm_head.weight[9] = model.model(ids)[0][0, -1]
+    given = {"input_ids": ids, "max_new_tokens": 1, "do_sample": False, "repetition_penalty": 50.0}
+    plain = model.generate(**given)
+    assert 9 not in ids and plain[0, -1] == 9
+    lossy = drafting("prompt_lookup", acceptance="typical")
+    assert torch.equal(model.generate(**given, **lossy), plain)
+
+
 def test_every_processor_of_transformers_has_been_looked_at() -> None:
     """A new one counts as one with a state until it is named here or among the stateless ones."""
     stateful = {

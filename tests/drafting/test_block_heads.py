@@ -139,5 +139,7 @@ def test_a_confidence_is_the_probability_of_the_likeliest() -> None:
     # At the least, it stays the likeliest: as likely as the second, which has 0.6 of the rest.
     torch.testing.assert_close(found[1], torch.tensor([0.375, 0.375, 0.125]))
     assert found.isfinite().all() and (found[2, 0] > 0.999) and (found[2, 1:] > 0).all()
+    overflowed = with_confidence(log_probs, torch.full((3,), torch.nan))
+    assert overflowed.equal(with_confidence(log_probs, torch.zeros(3)))
     alone = with_confidence(torch.tensor([[-0.7]]), torch.tensor([0.25]))
     torch.testing.assert_close(alone.exp(), torch.tensor([[0.25]]))

@@ -53,6 +53,15 @@ def test_logits_are_columns_of_the_models(fresh: Tiny, kind: str) -> None:
     assert (whole[..., others] == -torch.inf).all()
 
 
+def test_rows_of_inference_mode_are_trained_with(fresh: Tiny) -> None:
+    model, states = fresh("llama"), torch.randn(2, 32, requires_grad=True)
+    with torch.inference_mode():
+        made = DraftVocabulary(TOKENS, model).weight
+    part = DraftVocabulary(TOKENS, model)
+    assert part.weight is made
+    part(states).sum().backward()
+
+
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("name", ["bita", "space", "ppd", "medusa", "propd"])
 def test_only_these_are_drafted(

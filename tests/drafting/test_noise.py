@@ -6,7 +6,7 @@ import pytest
 import torch
 from adapter_oracle import lent
 from conftest import Tiny, prompt
-from running import drafting
+from running import default_dtype, drafting
 from torch import Tensor
 
 import hf_spec
@@ -27,19 +27,22 @@ def multinomial(given: Tensor, count: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("vocab", [2, 50, 5000])
-@pytest.mark.parametrize("seen", [0, 3])
-def test_one_sequence_draws_what_multinomial_draws(vocab: int, seen: int) -> None:
+@pytest.mark.parametrize(("seen", "default"), [(0, torch.float32), (3, torch.bfloat16)])
+def test_one_sequence_draws_what_multinomial_draws(
+    vocab: int, seen: int, default: torch.dtype
+) -> None:
     given = scores(1, vocab)
     expected = multinomial(given, 20, seed=7)
     torch.manual_seed(7)
     noise, found = SamplingNoise(1, CPU), []
-    for count in [1, 3, 2, 1, 4, 1, 3, 2, 3]:  # tokens of a step
-        for ahead in range(count):
-            found.append(int(noise.choose(given, ahead)))
-        noise.advance([count])
-        if seen:
-            noise.ahead(seen)
-    assert found == expected
+    with default_dtype(default):
+        for count in [1, 3, 2, 1, 4, 1, 3, 2, 3]:  # tokens of a step
+            for ahead in range(count):
+                found.append(int(noise.choose(given, ahead)))
+            noise.advance([count])
+            if seen:
+                noise.ahead(seen)
+    assert found == expected and noise.drawn(1).dtype == torch.float32
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])

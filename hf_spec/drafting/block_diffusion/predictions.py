@@ -71,5 +71,5 @@ def with_confidence(log_probs: Tensor, confidence: Tensor) -> Tensor:
     among = others - torch.log1p(-first.exp().clamp(max=1 - 1e-6))
     second = among[..., :1].exp() if others.shape[-1] else torch.zeros_like(first)
     sure = confidence[..., None].to(first).clamp(max=1 - 1e-6)
-    sure = torch.maximum(sure, second / (1 + second))
+    sure = torch.fmax(sure, second / (1 + second))  # also of one that has overflowed
     return torch.cat([sure.log(), among + torch.log1p(-sure)], -1)
