@@ -83,7 +83,7 @@ class PromptInputs(NamedTuple):
         def is_text(key: str) -> bool:
             value, kinds = self.others[key], later.per_token.get(key)
             if key in generated or kinds is None:
-                kinds = torch.full((len(counts), 1), generated.get(key, 0))
+                kinds = torch.full((len(counts), 1), generated.get(key, 0), device="cpu")
             return (
                 isinstance(value, Tensor)
                 and value.ndim == 2
