@@ -8,6 +8,7 @@ follows from one size, and if that is a size for which what the compiler has ass
 """
 
 import copy
+import logging
 import math
 import operator
 from collections import defaultdict
@@ -24,6 +25,8 @@ from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.node import map_aggregate
+
+logger = logging.getLogger(__name__)
 
 Code: TypeAlias = Callable[..., Any]
 #: From a graph, with example inputs that have no data, to code.
@@ -104,16 +107,21 @@ class AnySize:
         for one in kept:
             if (code := one.serving(numbers)) is not None:
                 return code
-        growths = [_Growth.between(one.numbers, numbers) for one in kept]
+        growths = filter(None, (_Growth.between(one.numbers, numbers) for one in kept))
         # What differs least, such as the size of trees, but not that of the cache, too.
-        found = sorted(filter(None, growths), key=lambda one: sum(map(bool, one.slopes)))
-        env = ShapeEnv()
-        if not found:
-            made = _Kept(self._compile(body, _examples(body, iter(numbers), env)), numbers)
-            kept.append(made)
-            return made.code
-        growth = found[0]
-        now = growth.size(numbers)
+        growth = min(growths, key=lambda one: sum(map(bool, one.slopes)), default=None)
+        if growth is not None:
+            try:
+                kept.append(self._for_any(body, numbers, growth))
+                return partial(kept[-1].code, growth.size(numbers))
+            except Exception:  # a compiler may raise anything, and do better with one size
+                logger.debug("compiling for any size", exc_info=True)
+        code = self._compile(body, _examples(body, iter(numbers), ShapeEnv()))
+        kept.append(_Kept(code, numbers))
+        return code
+
+    def _for_any(self, body: fx.GraphModule, numbers: Sequence[int], growth: _Growth) -> _Kept:
+        env, now = ShapeEnv(), growth.size(numbers)
         symbol = env.create_symbol(now, ConstantSource("size"), DimDynamic.DYNAMIC)
         size = env.create_symintnode(symbol, hint=now)
         examples = _examples(body, iter(growth.numbers(size)), env)
@@ -123,8 +131,7 @@ class AnySize:
             met = (bool(guard.expr.subs(symbol, size)) for guard in env.guards)
             return size in env.var_to_range[symbol] and all(met)
 
-        kept.append(_Kept(code, numbers, growth, allows))
-        return partial(code, now)
+        return _Kept(code, numbers, growth, allows)
 
 
 def _apart(body: fx.GraphModule) -> tuple[Hashable, list[int]]:

@@ -99,6 +99,12 @@ def test_a_number_that_does_not_follow() -> None:
     assert None in compiler.made[1:] or compiler.made.count(True) > 1
 
 
+def test_what_compiles_for_one_size_only() -> None:
+    codes = AnySize(Compiler(lambda size: size.no_such_attribute))
+    for size in (3, 5, 5, 9):
+        check(codes, size)
+
+
 @pytest.mark.environment  # a C++ compiler's time
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_by_a_compiler() -> None:
