@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
-from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.node import map_aggregate
@@ -196,10 +195,9 @@ def _examples(body: fx.GraphModule, numbers: Iterator[Any], env: ShapeEnv) -> li
     with FakeTensorMode(shape_env=env):
         for value in (node.meta["val"] for node in body.graph.find_nodes(op="placeholder")):
             layout = list(islice(numbers, len(_layout(value))))
-            shape = layout[: value.ndim]
-            strides = layout[value.ndim :] or make_contiguous_strides_for(shape)
-            kind = {"dtype": value.dtype, "device": value.device}
-            examples.append(torch.empty_strided(shape, strides, **kind))
+            shape, strides = layout[: value.ndim], layout[value.ndim :]
+            example = torch.empty(shape, dtype=value.dtype, device=value.device)
+            examples.append(example.new_empty_strided(shape, strides) if strides else example)
     return examples
 
 
