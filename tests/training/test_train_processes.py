@@ -31,7 +31,7 @@ FSDP = {
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
 }
 SHARDED: dict[str, Any] = {
-    **SETTINGS, "max_steps": 24, "eval_steps": 8, "learning_rate": 5e-2, "logging_steps": 1
+    **SETTINGS, "max_steps": 24, "eval_steps": 8, "learning_rate": 3e-2, "logging_steps": 1
 }  # fmt: skip
 
 
