@@ -75,7 +75,7 @@ WARPERS: tuple[dict[str, Any], ...] = (
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "": nullcontext, "float64": lambda: default_dtype(torch.float64),
     "bfloat16": lambda: default_dtype(torch.bfloat16), "inference": torch.inference_mode,
-    "gradients": torch.enable_grad, "device": lambda: torch.device("meta"),
+    "gradients": torch.enable_grad,
 }  # fmt: skip
 #: Criteria of the user's own for prompts of a width, new ones for each call.
 CRITERIA: dict[str, Callable[[int], list[Any]]] = {
