@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 
@@ -86,4 +86,31 @@ class Processor(Fails):
 class Criterion(Fails):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         self.put()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        return input_ids.new_zeros(len(input_ids), dtype=torch.bool)
+
+
+class Column(StoppingCriteria):
+    """Ends rows by all that the batch shows, and by how often it was called."""
+
+    calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        return (input_ids.sum(-1) + input_ids.sum() + self.calls) % 13 == 0
+
+
+class Sooner(MaxLengthCriteria):
+    """One of the user's own, which is only called like Transformers'."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return (input_ids[:, -1] % 5 == 1) | (input_ids.shape[1] >= self.max_length - 2)
+
+
+class Streamed(list[Any], BaseStreamer):
+    """Keeps what it gets."""
+
+    def put(self, value: Tensor) -> None:
+        self.append(value.tolist())
+
+    def end(self) -> None:
+        self.append("end")

@@ -2,9 +2,9 @@
 
 ``python tests/random_cases.py --count 10000 --output cases.jsonl`` draws models with attention,
 recurrent layers and images, strategies with their variants, batches with padding, processors, ends,
-sampling, compiled steps and second turns. Case number n is the same in every run; those that the
-output has are not run again. It prints what differed and a summary. ``make random`` runs 1,000;
-``make test`` runs a few.
+sampling, compiled steps, second turns, forms of prompts, criteria, streamers and modes of PyTorch.
+Case number n is the same in every run; those that the output has are not run again. It prints what
+differed and a summary. ``make random`` runs 1,000; ``make test`` runs a few.
 """
 
 import argparse
@@ -12,8 +12,8 @@ import copy
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +23,13 @@ import torch
 from adapter_oracle import lent
 from conftest import ARCHITECTURES, EAGER_ONLY, EOS, VOCAB, padded, prompt, ragged, shared
 from method_variants import VARIANTS
-from processors import Matcher
+from processors import Column, Matcher, Sooner, Streamed
 from random_mtp import read_or_random
 from recurrent_models import CONFIGS, shared_recurrent
 from replay import RECORDED, Replay
-from running import CAPTURED, needed
+from running import CAPTURED, default_dtype, needed
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, MaxLengthCriteria, WatermarkingConfig
 
 from hf_spec.methods.mtp import weights
 from hf_spec.methods.registry import methods
@@ -60,11 +60,42 @@ PROCESSORS: tuple[dict[str, Any], ...] = (
     {"begin_suppress_tokens": list(range(3, 30))}, {"min_new_tokens": 6},
     {"exponential_decay_length_penalty": (4, 1.3)},
     {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 4},
+    {"forced_bos_token_id": 7, "forced_eos_token_id": EOS}, {"remove_invalid_values": True},
+    {"suppress_tokens": [*range(3, 30)], "renormalize_logits": True},
+    {"encoder_no_repeat_ngram_size": 2}, {"watermarking_config": WatermarkingConfig()},
+    {"prefix_allowed_tokens_fn": lambda row, ids: [*range(3 + (row + len(ids)) % 3, VOCAB, 2)]},
 )  # fmt: skip
 WARPERS: tuple[dict[str, Any], ...] = (
     {"top_k": 0}, {"temperature": 0.7, "top_k": 7}, {"top_k": 0, "top_p": 0.8},
     {"temperature": 1.5, "top_k": 20, "min_p": 0.02},
+    {"top_k": 0, "typical_p": 0.7, "renormalize_logits": True}, {"top_k": 0, "top_h": 0.5},
+    {"top_k": 0, "epsilon_cutoff": 0.01}, {"top_k": 0, "eta_cutoff": 0.01, "temperature": 2.0},
 )  # fmt: skip
+#: What a user's program may have set.
+AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "": nullcontext, "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16), "inference": torch.inference_mode,
+    "gradients": torch.enable_grad,
+}  # fmt: skip
+#: Criteria of the user's own for prompts of a width, new ones for each call.
+CRITERIA: dict[str, Callable[[int], list[Any]]] = {
+    "": lambda width: [],
+    "lengths": lambda width: [MaxLengthCriteria(width + 9), MaxLengthCriteria(width + 6)],
+    "passed": lambda width: [MaxLengthCriteria(width - 1)],
+    "subclass": lambda width: [MaxLengthCriteria(width + 20), Sooner(width + 12)],
+    "column": lambda width: [Column()],
+}
+#: How prompts are given: what changes of ids, mask and the function that embeds them.
+FORMS: dict[str, Callable[[Tensor, Tensor, Any], dict[str, Any]]] = {
+    "": lambda ids, mask, embed: {},
+    "int32": lambda ids, mask, embed: {"input_ids": ids.int(), "attention_mask": mask.int()},
+    "bools": lambda ids, mask, embed: {"attention_mask": mask.bool()},
+    "floats": lambda ids, mask, embed: {"attention_mask": mask.float()},
+    "no mask": lambda ids, mask, embed: {"attention_mask": None},
+    "positions": lambda ids, mask, embed: {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)},
+    "embedded": lambda ids, mask, embed: {"input_ids": None, "inputs_embeds": embed(ids)},
+    "embedded, too": lambda ids, mask, embed: {"inputs_embeds": embed(ids)},
+}
 
 
 class Case(NamedTuple):
@@ -77,9 +108,11 @@ class Case(NamedTuple):
         rows: of each row, images and tokens besides.
         matched: whether a processor keeps a state per row.
         compiled: whether steps are compiled.
-        recorded: whether they are recorded instead, and replayed.
+        recorded: whether those are recorded instead, and replayed.
         turn: cache of a second turn: a ``"tree"`` or a ``"dynamic"`` one; None for one turn.
         removed: tokens of the first answer that the second turn leaves out.
+        around, criteria, form: see :data:`AROUND`, :data:`CRITERIA` and :data:`FORMS`.
+        watched: whether what is streamed, and scores, are compared, too.
     """
 
     number: int
@@ -97,6 +130,10 @@ class Case(NamedTuple):
     recorded: bool = False
     turn: str | None = None
     removed: int = 0
+    around: str = ""
+    criteria: str = ""
+    form: str = ""
+    watched: bool = False
 
 
 def pairs(kinds: Iterable[str] = MODELS) -> Iterator[Case]:
@@ -106,6 +143,7 @@ def pairs(kinds: Iterable[str] = MODELS) -> Iterator[Case]:
         call = draw(number, [kind])._replace(
             model=model, attention="eager" if model in EAGER_ONLY else "sdpa", matched=False,
             settings={"max_new_tokens": 36, "do_sample": False}, drafting="always", turn=None,
+            around="", criteria="", form="", watched=False,
         )  # fmt: skip
         for name in methods():
             variants = [variant for owner, variant in RUNS if owner == name]
@@ -124,8 +162,8 @@ def draw(number: int, kinds: Iterable[str] = MODELS) -> Case:
     variant = rng.choice([variant for owner, variant in RUNS if owner == name])
     size = rng.choice((1, 1, 2, 3, 4))
     images = kind == "images"
-    rows = [(rng.randint(1, 2) * images, rng.randint(3 + images, 16)) for _ in range(size)]
-    settings: dict[str, Any] = {"max_new_tokens": rng.randint(6, 36), "do_sample": False}
+    rows = [(rng.randint(1, 2) * images, rng.randint(1 + 3 * images, 16)) for _ in range(size)]
+    settings: dict[str, Any] = {"max_new_tokens": rng.randint(1, 36), "do_sample": False}
     matched = rng.random() < 0.08
     if not matched and rng.random() < 0.5:
         settings |= rng.choice(PROCESSORS)
@@ -142,8 +180,12 @@ def draw(number: int, kinds: Iterable[str] = MODELS) -> Case:
     return Case(
         number, number, kind, model, "eager" if eager else "sdpa", name, variant,
         rng.choice(("always",) * 9 + ("auto",)), rows, settings, matched,
-        compiled=rng.random() < 0.03, turn=turn,
+        compiled=rng.random() < 0.06, recorded=rng.random() < 0.6, turn=turn,
         removed=rng.choice((0, 0, 1, 3)) if turn == "tree" else 0,
+        around=rng.choice([*AROUND]) if rng.random() < 0.4 else "",
+        criteria=rng.choice([*CRITERIA]) if rng.random() < 0.2 else "",
+        form="" if images or rng.random() < 0.7 else rng.choice([*FORMS][: -2 if turn else None]),
+        watched=rng.random() < 0.15,
     )  # fmt: skip
 
 
@@ -237,6 +279,7 @@ class Turn(NamedTuple):
         answers: the new tokens of each row; ``new`` are those of all rows.
         scores, logits: of each new token, ``(batch, vocab)`` what it was chosen from, and that
             before processors.
+        streamed: what the streamer got.
     """
 
     inputs: dict[str, Any]
@@ -245,6 +288,7 @@ class Turn(NamedTuple):
     new: int
     scores: tuple[Tensor, ...]
     logits: tuple[Tensor, ...]
+    streamed: Any = None
 
 
 _last: dict[str, list[Turn]] = {}
@@ -298,17 +342,28 @@ def dynamic(model: Any) -> DynamicCache:
 def _generate(case: Case, model: Any, inputs: dict[str, Any], **more: Any) -> Any:
     if case.matched:
         more["logits_processor"] = [Matcher()]
+    if case.watched:
+        more |= {"streamer": Streamed(), "output_scores": True, "output_logits": True}
+    ids, embed = inputs["input_ids"], model.get_input_embeddings()
+    more["stopping_criteria"] = CRITERIA[case.criteria](ids.shape[1])
+    given = {**inputs, **FORMS[case.form](ids, inputs["attention_mask"], embed)}
     torch.manual_seed(case.seed)
-    return model.generate(**inputs, **case.settings, **more, return_dict_in_generate=True)
+    with AROUND[case.around]():
+        out = model.generate(**given, **case.settings, **more, return_dict_in_generate=True)
+    if given["input_ids"] is None:  # then it returns new tokens alone
+        out.sequences = torch.cat([ids, out.sequences], 1)
+    return out, more.get("streamer")
 
 
 def _answered(case: Case, model: Any, inputs: dict[str, Any], own: dict[str, Any]) -> Turn:
     width = inputs["input_ids"].shape[1]
-    out = _generate(case, model, inputs, **own, output_scores=True, output_logits=True)
+    more = {**own, "output_scores": True, "output_logits": True}
+    out, streamed = _generate(case, model, inputs, **more)
     answers = [_ended(case, row) for row in out.sequences[:, width:].tolist()]
     real = inputs["attention_mask"].bool()
     prompts = [ids[keep].tolist() for ids, keep in zip(inputs["input_ids"], real)]
-    return Turn(inputs, prompts, answers, sum(map(len, answers)), out.scores, out.logits)
+    new = sum(map(len, answers))
+    return Turn(inputs, prompts, answers, new, out.scores, out.logits, streamed)
 
 
 def _ended(case: Case, answer: list[int]) -> list[int]:
@@ -336,14 +391,27 @@ def _strategy(
             known = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
             inputs = {name: value for name, value in inputs.items() if name in known}
             spec = {name: value for name, value in spec.items() if name not in CAPTURED}
-        out = _generate(case, model, inputs, **spec, **own)
+        out, streamed = _generate(case, model, inputs, **spec, **own)
         answers = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         found.append([_ended(case, row) for row in answers])
+        if case.watched and found[-1] == turn.answers:
+            check_watched(turn, out, streamed)
         drafted += out.spec_stats.num_drafted_tokens
         accepted += out.spec_stats.num_generated_tokens - out.spec_stats.num_row_steps
         if case.turn == "tree":
             own = {CACHE: out[CACHE]}
     return found, drafted, accepted
+
+
+def check_watched(turn: Turn, out: Any, streamed: Any) -> None:
+    """What was streamed, and the scores of each row up to its end, are plain generation's."""
+    assert streamed == turn.streamed, "streamed otherwise"
+    for ours, plain in ((out.scores, turn.scores), (out.logits, turn.logits)):
+        assert len(ours) == len(plain), f"scores of {len(ours)} tokens, not {len(plain)}"
+        for place, (one, other) in enumerate(zip(ours, plain)):
+            # Past an end there is padding, and criteria end rows, too.
+            rows = [row for row, own in enumerate(turn.answers) if any(own[place:])]
+            torch.testing.assert_close(one[rows], other[rows], rtol=1e-3, atol=1e-2)
 
 
 def _difference(case: Case, turn: Turn, row: int, ours: list[int], dtype: torch.dtype) -> str:

@@ -3,9 +3,10 @@
 ``python tests/random_cases.py --sequences 1000 --output sequences.jsonl`` draws a model and then
 turns of conversations: strategies with their variants and adapters, a LoRA beside them, dtypes,
 batch sizes, sampling, processors, ends, padding as ``torch.cat([out.sequences, new])`` leaves it,
-caches that are handed on from call to call, and errors and interrupts in between. A ``TreeCache``
-must give what plain generation gives without a cache, a ``DynamicCache`` what it gives with its own
-one that has been through the same calls.
+caches that are handed on from call to call, and errors and interrupts in between; modes of PyTorch,
+recorded steps beside others, training mode, other numbers of embeddings, and one configuration for
+all calls. A ``TreeCache`` must give what plain generation gives without a cache, a ``DynamicCache``
+what it gives with its own one that has been through the same calls.
 """
 
 import copy
@@ -24,6 +25,7 @@ from method_variants import VARIANTS
 from peft import LoraConfig
 from processors import Criterion, Fails, Failure, Processor
 from random_cases import (
+    AROUND,
     MODELS,
     PROCESSORS,
     RUNS,
@@ -35,6 +37,7 @@ from random_cases import (
     model_of,
     read,
 )  # fmt: skip
+from replay import RECORDED
 from running import needed
 from torch import Tensor
 
@@ -92,6 +95,8 @@ class Player:
         self.seed, self.talk = seed, Talk(torch.empty(0), torch.empty(0))
         self.adapters: dict[tuple[str, str], str] = {}
         self.lora = False
+        self.config = copy.deepcopy(self.model.generation_config)
+        self.unset = copy.deepcopy(vars(self.config))
         self.events: list[str] = [f"{self.kind} {self.name}"]
         self.results: Counter[str] = Counter()
 
@@ -114,6 +119,14 @@ class Player:
         self.model.to(torch.float32 if experts else rng.choice(DTYPES))
         if rng.random() < 0.3:
             self._change_lora()
+        if rng.random() < 0.2:
+            for module in self.model.modules():
+                drops = [key for key in vars(module) if key == "p" or "drop" in key]
+                vars(module).update({key: 0.0 for key in drops if vars(module)[key]})
+            self.trains = not self.trains
+        if self.kind == "attention" and rng.random() < 0.15:
+            self.model.resize_token_embeddings(VOCAB + rng.randint(0, 8), mean_resizing=False)
+            self.model.generation_config.eos_token_id = None
         size = rng.choice((1, 1, 2, 2, 3, 4))
         seed = rng.randrange(10**6)
         kind = rng.choice(("tree", "tree", "dynamic", "dynamic", None))
@@ -132,7 +145,8 @@ class Player:
         self.talk = Talk(given.pop("input_ids"), given.pop("attention_mask"), given, kind)
         if kind == "dynamic":
             self.talk.ours, self.talk.plain = dynamic(self.model), dynamic(self.model)
-        self.events.append(f"begin {kind} {size} rows {self.model.dtype}")
+        how = "training" if self.trains else ""
+        self.events.append(f"begin {kind} {size} rows {self.model.dtype} {how}")
 
     def _change_lora(self) -> None:
         if not self.lora:
@@ -148,6 +162,8 @@ class Player:
         self.beside = self.rng.random() < 0.5
 
     beside = False  # whether the LoRA is active
+    trains = False  # whether the model is in training mode
+    shared, around = False, ""  # whether and what calls share, see _generate
 
     def _activate(self, name: str | None, variant: str) -> None:
         """Make the adapter of a strategy active, and the LoRA if it is to be."""
@@ -167,7 +183,7 @@ class Player:
                 self.model.set_adapter(own)
                 randomise(self.model, config.type_name)
             active.append(self.adapters[name, variant])
-        self.model.eval()
+        self.model.train(self.trains)
         if active:
             self.model.set_adapter(active)
         elif self.lora or self.adapters:
@@ -202,6 +218,12 @@ class Player:
         self, spec: dict[str, Any], own: Any, settings: dict[str, Any], known: int = 0
     ) -> Any:  # fmt: skip
         """Without the first ``known`` tokens of the prompt, which the cache has."""
+        settings = {**settings, **spec, "return_dict_in_generate": True}
+        if self.shared:  # all calls' configuration, which stays as it is
+            config = self.config
+            vars(config).update(self.unset)
+            vars(config).update({key: settings.pop(key) for key in {*settings} & {*vars(config)}})
+            settings["generation_config"], before = config, dict(vars(config))
         talk, own = self.talk, {} if own is None else {CACHE: own}
         given: dict[str, Any] = {"input_ids": talk.ids[:, known:], "attention_mask": talk.mask}
         if self.kind == "images":
@@ -209,7 +231,10 @@ class Player:
             seen = talk.kind == "tree" and own or talk.kind == "dynamic" and self._length(own)
             given |= {} if seen else talk.images
         torch.manual_seed(self.seed)
-        return self.model.generate(**given, **settings, **spec, **own, return_dict_in_generate=True)
+        with AROUND[self.around]():
+            out = self.model.generate(**given, **settings, **own)
+        assert not self.shared or vars(self.config) == before, "another configuration"
+        return out
 
     @staticmethod
     def _length(own: dict[str, Any]) -> int:
@@ -219,8 +244,13 @@ class Player:
         talk = self.talk
         name, variant, spec = self._strategy()
         settings = self._settings(name, variant)
+        self.shared = self.rng.random() < 0.3
+        self.around = self.rng.choice([*AROUND]) if self.rng.random() < 0.3 else ""
+        if spec and talk.kind != "dynamic" and self.rng.random() < 0.2:
+            spec |= RECORDED
         self.events.append(
             f"{name} {variant} {settings} {list(talk.ids.shape)} mask {_shown(talk.mask)}"
+            f" {self.around}{' shared' * self.shared}{' recorded' * ('compile_config' in spec)}"
             f"{' lora' if self.lora and self.beside else ''}"
         )
         try:

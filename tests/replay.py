@@ -92,7 +92,8 @@ class Replay:
         self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
     ) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
         program = self._program(function, inputs)
-        results = tuple(one.clone() for one in program(*inputs))
+        with torch.inference_mode(False):  # a graph writes without asking
+            results = tuple(one.clone() for one in program(*inputs))
         self._results += results
 
         def replay() -> None:

@@ -6,7 +6,9 @@ import os
 import pytest
 import random_sequences
 from covering import EVERY_CASE
-from random_cases import MODELS, RUNS, draw, run
+from random_cases import AROUND, CRITERIA, FORMS, MODELS, RUNS, draw, run
+
+pytestmark = pytest.mark.usefixtures("recorded")
 
 COUNT = 300 if os.environ.get(EVERY_CASE) else 12
 #: Attention, images, states; each kind of cache.
@@ -34,5 +36,7 @@ def test_everything_is_drawn() -> None:
     }
     assert {case.turn for case in cases} == {None, "tree", "dynamic"}
     assert {len(case.rows) for case in cases} == {1, 2, 3, 4}
-    for condition in ("compiled", "matched", "removed"):
+    for name, values in (("around", AROUND), ("criteria", CRITERIA), ("form", FORMS)):
+        assert {getattr(case, name) for case in cases} == {*values}
+    for condition in ("compiled", "matched", "removed", "watched"):
         assert 0 < sum(bool(getattr(case, condition)) for case in cases) < len(cases) / 4

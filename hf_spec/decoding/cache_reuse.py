@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -28,7 +29,7 @@ def new_tokens(
     """Each row's new tokens for a continued TreeCache, which is cut where the prompt differs."""
     cache, sequences = owner.given, owner.sequences
     rows, width = sequences.tokens, sequences.width
-    _check_continued(cache, rows, width, model)
+    _check_continued(cache, rows, model)
     cache.count_appended()
     seen = (
         getattr(config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
@@ -49,15 +50,8 @@ def new_tokens(
     return [row[length:] for row, length in zip(rows, cache.host_lengths)]
 
 
-def _check_continued(
-    cache: TreeCache, rows: Sequence[Sequence[int]], width: int, model: Any
-) -> None:
+def _check_continued(cache: TreeCache, rows: Sequence[Sequence[int]], model: Any) -> None:
     """Raise a ValueError if prompts cannot continue a cache at all."""
-    if not width:
-        raise ValueError(
-            f"inputs_embeds with a TreeCache as {CACHE}: it is continued by tokens. Give "
-            f"input_ids, or leave {CACHE} out."
-        )
     if cache.made_by not in (None, size_of(model)):
         raise ValueError(
             f"{CACHE} holds the states of {cache.made_by}, and the model is {size_of(model)}: give "
@@ -132,6 +126,31 @@ def check_gaps(model: Any, mask: Tensor | None, continued: bool, columns: int) -
             "Give each row's tokens side by side, with all padding before them."
         )
     return ["attention_mask"] if recurrent else []
+
+
+def check_positions(given: Tensor | None, mask: Tensor | None, new: Tensor, ends: Tensor) -> None:
+    """Raise a ValueError if a prompt's positions are other ones than a continued TreeCache's, which
+    count.
+
+    Args:
+        given: ``(batch or 1, columns)``; None, or with axes, if the model makes them.
+        mask: ``(batch, width)``, 0 for padding; None if there is none.
+        new: ``(batch,)`` new tokens of each row.
+        ends: ``(batch,)`` the cache's position behind the last of them.
+    """
+    if given is None or given.ndim != 2:
+        return
+    columns, given = given.shape[1], given.to(ends.device)
+    mask = torch.ones_like(given) if mask is None else mask.to(ends.device)
+    real, counted = mask.bool()[:, -columns:], mask.long().cumsum(-1)[:, -columns:] - 1
+    behind = real.flip(-1).cumsum(-1).flip(-1)  # with this one
+    goes_on = (given == ends[:, None] - behind) | (behind > new[:, None]) | ~real
+    # As ``generate`` makes them where there are none: they say nothing.
+    if not bool(goes_on.all() | ((given == counted) | ~real).all()):
+        raise ValueError(
+            f"position_ids with a TreeCache as {CACHE}: its next tokens have the positions before "
+            f"{ends.tolist()}, and these are others. Leave them out, or leave {CACHE} out."
+        )
 
 
 def _fitting(row: Sequence[int], known: Sequence[int], length: int) -> int:

@@ -79,7 +79,8 @@ class Sequences:
             if type(criterion) is EosTokenCriteria:
                 self.eos |= set(criterion.eos_token_id.tolist())
             elif type(criterion) is MaxLengthCriteria:
-                self.max_length = min(math.ceil(criterion.max_length), self.max_length)
+                end = max(math.ceil(criterion.max_length), self.width + 1)  # asked after a token
+                self.max_length = min(end, self.max_length)
             elif type(criterion) is MaxTimeCriteria:
                 end = criterion.initial_timestamp + criterion.max_time
                 self._deadline = min(end, self._deadline)

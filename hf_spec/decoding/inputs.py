@@ -28,13 +28,15 @@ def prompt_ids(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
         input_ids: ``(batch, width)`` integers; empty where the prompt is given as embeddings.
 
     Raises:
-        ValueError: there is no token that generation could continue.
+        ValueError: there is no token that generation could continue, or they are not integers.
     """
     if not input_ids.numel() and model_kwargs.get("inputs_embeds") is None:
         raise ValueError(
             f"input_ids of shape {tuple(input_ids.shape)}: there is no token to continue. Give "
             "each prompt at least one, such as the tokenizer's bos_token."
         )
+    if input_ids.is_floating_point():
+        raise ValueError(f"input_ids of dtype {input_ids.dtype}: tokens are integers (torch.long).")
     return input_ids.long()
 
 

@@ -19,7 +19,13 @@ from hf_spec.cache.convert import check_packable, take_over
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.transfer import to_device
 from hf_spec.decoding.cache_owner import CacheOwner
-from hf_spec.decoding.cache_reuse import begin_rope, check_gaps, new_tokens, size_of
+from hf_spec.decoding.cache_reuse import (
+    begin_rope,
+    check_gaps,
+    check_positions,
+    new_tokens,
+    size_of,
+)
 from hf_spec.decoding.inputs import LaterInputs, PromptInputs
 from hf_spec.model.appending import Prefilled, append
 from hf_spec.model.compiled import CompiledTarget
@@ -90,7 +96,12 @@ class Prompt:
 
     def run_as_trees(self) -> Prefilled:
         """Append the new tokens to a continued ``TreeCache``."""
-        owner, cache = self.owner, self.owner.given
+        owner, cache, given = self.owner, self.owner.given, self.model_kwargs
+        if given.get("inputs_embeds") is not None:
+            raise ValueError(
+                f"inputs_embeds with a TreeCache as {CACHE}: it is continued by tokens. Give "
+                f"input_ids alone, or leave {CACHE} out."
+            )
         rows = new_tokens(owner, self.mask, self.config, self.model)
         new = list(map(len, rows))
         self.first.check_tokens_alone(self.later, new, cache.generated)
@@ -100,7 +111,10 @@ class Prompt:
             cache.states.rehouse(self.graphs.allocate)
         lengths = [length + count for length, count in zip(cache.host_lengths, new)]
         cache.states.limit = max(lengths) + self.budget
-        target = self._target(cache, to_device(lengths, cache.lengths.device), self.later)
+        counts, told = to_device([new, lengths], cache.lengths.device)
+        target = self._target(cache, told, self.later)
+        ends = told + target.position_shift[:, 0]
+        check_positions(given.get("position_ids"), self.mask, counts, ends)
         if target.rope is not None:
             target.rope.move(max(lengths))
         return append(target, rows)

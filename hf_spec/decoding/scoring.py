@@ -208,15 +208,15 @@ class Scorer:
         for row, on in sorted(zip(sequences.rows, active)):  # in the call's order
             if on:
                 groups.setdefault(sequences.lengths[row] + size, []).append(row)
-        for length, rows in groups.items():
+        for place, (length, rows) in enumerate(groups.items()):
             # The whole batch, since processors may rely on its size and on a row's index; their
-            # results for rows of another length are dropped.
+            # results for rows of another length are dropped. These may have another dtype or size
+            # than logits.
             processed = processors(sequences.shown(length), logits.clone())
-            if len(rows) == len(scores):
-                scores = processed
-            else:
-                own = to_device(rows, scores.device)
-                scores = scores.index_copy(0, own, processed[own])
+            if place:
+                own = to_device([row in rows for row in range(len(scores))], scores.device)
+                processed = torch.where(own[:, None], processed, scores)
+            scores = processed
         return scores[index] if shrunk else scores
 
 

@@ -159,7 +159,8 @@ def test_criteria(tiny: Tiny, spec: Spec, eos: int | None) -> None:
     token = int(plainly(model, inputs=prompt(), **GREEDY)[0, 18])
     own = [[StopAt(number)] for number in (3, 5, 11)]
     lengths, times = map(MaxLengthCriteria, (20, 18)), map(MaxTimeCriteria, (0.0, 1e6))
-    for criteria in (*own, [EosTokenCriteria(token)], [*lengths], [*times]):
+    passed = [MaxLengthCriteria(5)]  # before they are asked
+    for criteria in (*own, [EosTokenCriteria(token)], [*lengths], [*times], passed):
         given = {"stopping_criteria": StoppingCriteriaList(criteria), "eos_token_id": eos}
         check_same(model, spec, **ragged(), **given)
 

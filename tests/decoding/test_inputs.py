@@ -58,6 +58,27 @@ def test_values_per_token_in_the_next_turn(tiny: Tiny, spec: Spec) -> None:
         model.generate(ids, token_type_ids=types, **settings, **{CACHE: first[CACHE]})
 
 
+def test_positions_and_embeddings_in_the_next_turn(tiny: Tiny, spec: Spec) -> None:
+    """A ``TreeCache`` is continued by tokens: what would count otherwise is refused."""
+    model, settings = tiny("gpt2"), {**GREEDY, **spec, "return_dict_in_generate": True}
+    given = ragged((9, 4))
+    places = given["attention_mask"].cumsum(-1) + 4
+    first = model.generate(**given, position_ids=places, **settings)
+    ids = torch.cat([first.sequences, prompt(5, 2)], dim=1)
+    mask = torch.cat([given["attention_mask"], torch.ones_like(ids[:, 9:])], dim=1)
+    given = {"input_ids": ids, "attention_mask": mask}
+    places = mask.cumsum(-1) + 4
+    cache = {CACHE: copy.deepcopy(first[CACHE])}
+    check_same(model, {**spec, **cache}, **given, position_ids=places, **GREEDY)
+    places[1, -2:] += 1
+    for more, message in (
+        ({"position_ids": places}, r"position_ids with a TreeCache.*\[31, 26\].*Leave them out"),
+        ({"inputs_embeds": model.get_input_embeddings()(ids)}, "inputs_embeds.*input_ids alone"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(**given, **more, **settings, **{CACHE: copy.deepcopy(first[CACHE])})
+
+
 def passing_on(model: Any, drops: str = "") -> Any:
     """The model with a forward of ``(*args, **kwargs)``, as subclasses and wrappers write it."""
 

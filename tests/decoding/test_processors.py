@@ -80,6 +80,19 @@ def test_rows_are_independent_of_a_processor_without_a_state(tiny: Any) -> None:
         assert (len(lengths) > len(set(lengths))) == more
 
 
+@pytest.mark.parametrize("kind", [Stateless, Matcher])
+@pytest.mark.parametrize("change", [Tensor.double, Tensor.half, lambda scores: scores[:, :50]])
+def test_scores_of_another_dtype_or_size(tiny: Any, kind: Any, change: Any) -> None:
+    class Changed(kind):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            return change(super().__call__(input_ids, scores))
+
+    settings = {**ragged(), **GREEDY, "eos_token_id": list(range(7, 60, 4))}
+    expected = tiny("llama").generate(**settings, logits_processor=[Changed()])
+    ours = tiny("llama").generate(**settings, **LOOKUP, logits_processor=[Changed()])
+    assert ours.tolist() == expected.tolist()
+
+
 def test_typical_acceptance_is_refused(tiny: Any) -> None:
     with pytest.raises(ValueError, match="acceptance='typical'.*Matcher.*stateless = True"):
         tiny("llama").generate(

@@ -72,6 +72,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({name: value.flip(-1) for name, value in ragged().items()},
      r"padding in rows \[1, 2\].*left"),
     (empty(1, 0), r"input_ids of shape \(1, 0\): there is no token.*bos_token"),
+    ({"input_ids": prompt().float()}, "input_ids of dtype torch.float32: tokens are integers"),
     (empty(0, 5), r"input_ids of shape \(0, 5\): there is no token.*bos_token"),
     # Which the model does not cut to the token that a step runs.
     ({"num_items_in_batch": torch.ones_like(prompt())}, "'num_items_in_batch' has one value"),
