@@ -151,9 +151,6 @@ class Graphs:
         options = repr(sorted(self._options.items(), key=repr))
         running = fingerprint(model)
         self._kind = kind, running.state, config.backend, options
-        self._parts = self._kept.parts.setdefault(
-            (config.backend, options), compiled_parts(self._backend, self._options)
-        )
         #: Of this call: ``made``, code that it has compiled, or tried to, and ``runs`` of what was
         #: there.
         self.counts: Counter[str] = Counter()
@@ -351,7 +348,9 @@ class Graphs:
         if self.records:
             with Watch(inputs):
                 captured(*inputs)
-        code = code_for(captured, self._backend, self._options, self._parts)
+        how = self._backend, self._options
+        parts = self._kept.parts.setdefault(self._kind[2:], compiled_parts(*how))
+        code = code_for(captured, *how, parts)
         return Graph(code, baked, tolerance(dtypes), code)
 
     def _sorted(self, constants: Iterable[Tensor]) -> tuple[frozenset[Hashable], list[Tensor]]:

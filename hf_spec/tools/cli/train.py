@@ -75,7 +75,7 @@ def train(
             f"--device {device}: a training takes the first GPU that it sees. Leave --device out, "
             f"and set CUDA_VISIBLE_DEVICES={device.partition(':')[2]}."
         )
-    if device == "cpu":
+    if device is not None and device.startswith("cpu"):
         arguments["use_cpu"] = True  # the Trainer takes an accelerator if there is one
     # Invalid values are refused before anything is loaded.
     adapter_config = given.config_of(chosen, config, adapter)
