@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from hf_spec.core import mask as masks
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
-from modeling_patches.attention_masks import unpacked
+from hf_spec.modeling_patches.attention_masks import unpacked
 
 #: Heads, key-value heads, dimension of a layer: Llama's of 8B parameters; on CPUs a small one.
 LAYERS = {"cuda": (32, 8, 128), "cpu": (4, 2, 16)}
@@ -70,7 +70,7 @@ def captured(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]
 
 def layer(cell: Cell, device: torch.device, dtype: torch.dtype, tune: bool) -> Row:
     """One layer's attention of trees of so many nodes after so many tokens, in milliseconds."""
-    from modeling_patches import tree_attention as kernel
+    from hf_spec.modeling_patches import tree_attention as kernel
 
     context, batch, nodes = cell.context, cell.batch, cell.tokens
     heads, kv_heads, dim = LAYERS[device.type]

@@ -22,11 +22,11 @@ from wide import SHAPES, Shape, built, widen_adapter, widened
 
 import hf_spec
 from hf_spec.model.captures import CUDA_GRAPHS
+from hf_spec.modeling_patches.attention_masks import TREE_ATTENTION
 from hf_spec.tools.bench import contenders as entries
 from hf_spec.tools.bench.prompts import BUNDLED, encode, read_prompts, spread
 from hf_spec.tools.bench.session import pad_left
 from hf_spec.tools.bench.synthetic import SyntheticRates
-from modeling_patches.attention_masks import TREE_ATTENTION
 
 Row = dict[str, Any]
 #: Plain generation by Transformers.

@@ -32,9 +32,9 @@ from hf_spec.decoding.step import Steps
 from hf_spec.model.compiled import CompiledTarget
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.target import Target
+from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.session import MOST_COMPILING
-from modeling_patches.cache_name import CACHE
 
 #: New tokens of a call whose launches are counted.
 COUNTED = 12

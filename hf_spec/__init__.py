@@ -6,57 +6,67 @@ nothing else: a call that names no strategy runs as if hf_spec were not there.
 
 from __future__ import annotations
 
-from hf_spec.adapters.active import merge_adapter, unmerge_adapter
-from hf_spec.core.stats import SpecStats
-from hf_spec.core.token_tree import TokenTree
-from hf_spec.core.tree import Tree
-from hf_spec.decoding.compiling import warm_up
-from hf_spec.decoding.config import SpecConfig
-from hf_spec.decoding.config import note_source as _note_source
-from hf_spec.decoding.custom import generate
-from hf_spec.decoding.loop import decode as _decode
-from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
-from hf_spec.decoding.validate import validate_call as _validate_call
-from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.options import AUTO as _AUTO
-from hf_spec.drafting.options import DraftOptions
-from hf_spec.drafting.rollouts import RolloutHistory
-from hf_spec.methods.bita import BitaConfig
-from hf_spec.methods.dflash import DFlashConfig
-from hf_spec.methods.dspark import DSparkConfig
-from hf_spec.methods.eagle3 import Eagle3Config
-from hf_spec.methods.layer_skip import LayerSkipConfig
-from hf_spec.methods.medusa import MedusaConfig
-from hf_spec.methods.mtp import MtpConfig
-from hf_spec.methods.ppd import PPDConfig
-from hf_spec.methods.propd import ProPDConfig
-from hf_spec.methods.registry import Method, register_method
-from hf_spec.methods.registry import methods as _methods
-from hf_spec.methods.space import SpaceConfig
-from hf_spec.model.packed_weights import pack_weights
-from modeling_patches import generation_mode as _generation_mode
-from modeling_patches.tested_versions import warn_of_newer as _warn_of_newer
+import sys as _sys
+from pathlib import Path as _Path
 
 __version__ = "0.2.0"
 
-_warn_of_newer()
-_generation_mode.register(
-    _generation_mode.Mode(
-        "hf_spec_decode",
-        ("assistant_strategy", "assistant_kwargs"),
-        _decode,
-        _validate_call,
-        loaded=_note_source,
-        custom=generate,
-        default=_AUTO,
-    )
+#: Whether ``hf-spec`` has been started, whose help does not wait for PyTorch: its commands run this
+#: file once more (`hf_spec.tools.cli.common.load_library`).
+_waits = (
+    bool(_sys.argv)
+    and _Path(_sys.argv[0]).name in ("hf-spec", "hf-spec.exe", "hf-spec-script.py")
+    and "hf_spec.tools.cli.main" not in _sys.modules
 )
-_methods()  # registers their adapter types with PEFT
+if not _waits:
+    from hf_spec.adapters.active import merge_adapter, unmerge_adapter
+    from hf_spec.core.stats import SpecStats
+    from hf_spec.core.token_tree import TokenTree
+    from hf_spec.core.tree import Tree
+    from hf_spec.decoding.compiling import warm_up
+    from hf_spec.decoding.config import SpecConfig
+    from hf_spec.decoding.config import note_source as _note_source
+    from hf_spec.decoding.custom import generate
+    from hf_spec.decoding.loop import decode as _decode
+    from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
+    from hf_spec.decoding.validate import validate_call as _validate_call
+    from hf_spec.drafting.drafter import Drafter
+    from hf_spec.drafting.options import AUTO as _AUTO
+    from hf_spec.drafting.options import DraftOptions
+    from hf_spec.drafting.rollouts import RolloutHistory
+    from hf_spec.methods.bita import BitaConfig
+    from hf_spec.methods.dflash import DFlashConfig
+    from hf_spec.methods.dspark import DSparkConfig
+    from hf_spec.methods.eagle3 import Eagle3Config
+    from hf_spec.methods.layer_skip import LayerSkipConfig
+    from hf_spec.methods.medusa import MedusaConfig
+    from hf_spec.methods.mtp import MtpConfig
+    from hf_spec.methods.ppd import PPDConfig
+    from hf_spec.methods.propd import ProPDConfig
+    from hf_spec.methods.registry import Method, register_method
+    from hf_spec.methods.registry import methods as _methods
+    from hf_spec.methods.space import SpaceConfig
+    from hf_spec.model.packed_weights import pack_weights
+    from hf_spec.modeling_patches import generation_mode as _generation_mode
+    from hf_spec.modeling_patches.tested_versions import warn_of_newer as _warn_of_newer
 
+    _warn_of_newer()
+    _generation_mode.register(
+        _generation_mode.Mode(
+            "hf_spec_decode",
+            ("assistant_strategy", "assistant_kwargs"),
+            _decode,
+            _validate_call,
+            loaded=_note_source,
+            custom=generate,
+            default=_AUTO,
+        )
+    )
+    _methods()  # registers their adapter types with PEFT
 
-def strategies() -> dict[str, str]:
-    """Every strategy's name with one line about it."""
-    return {name: method.summary for name, method in _methods().items()}
+    def strategies() -> dict[str, str]:
+        """Every strategy's name with one line about it."""
+        return {name: method.summary for name, method in _methods().items()}
 
 
 __all__ = [

@@ -20,9 +20,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_patches.fingerprint import is_users_attention
-from modeling_patches.per_call import Changes, Replaceable, step_aside
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.fingerprint import is_users_attention
+from hf_spec.modeling_patches.per_call import Changes, Replaceable, step_aside
+from hf_spec.modeling_patches.weights import placement
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def attend(
     (batch, heads, length, dim), kv_heads = query.shape, key.shape[1]
     if attention_mask is not None and attention_mask.dtype == torch.int64:
         if not dropout and all(kwargs.get(name) is None for name in _NOT_IN_KERNEL):
-            from modeling_patches.tree_attention import tree_attention
+            from hf_spec.modeling_patches.tree_attention import tree_attention
 
             scale = dim**-0.5 if scaling is None else scaling
             cap, near = kwargs.get("softcap") or 0.0, kwargs.get("sliding_window") or 0
@@ -275,7 +275,7 @@ def _no_kernel(model: Any) -> str | None:
         return f"{name} chooses the keys that each query sees"
     if importlib.util.find_spec("triton") is None:
         return "its kernel needs Triton (pip install triton), which is not installed"
-    from modeling_patches.tree_attention import INTERPRETS
+    from hf_spec.modeling_patches.tree_attention import INTERPRETS
 
     if device.type not in ("cuda", "xpu") and not (INTERPRETS and device.type == "cpu"):
         return f"its kernel is for GPUs, and the model is on {device}"

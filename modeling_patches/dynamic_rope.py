@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modeling_patches.per_call import Changes, plain
+from hf_spec.modeling_patches.per_call import Changes, plain
 
 #: More than any length.
 _FAR = 2**60

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling_patches.modules import decoder_layers
-from modeling_patches.per_call import Changes
-from modeling_patches.recurrences import entries
+from hf_spec.modeling_patches.modules import decoder_layers
+from hf_spec.modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.recurrences import entries
 
 #: From hidden states (batch, tokens, hidden) to the indices to keep, (batch, kept); None for all.
 Choose = Callable[[Tensor], Tensor | None]

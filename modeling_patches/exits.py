@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling_patches.modules import decoder_layers
-from modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.modules import decoder_layers
+from hf_spec.modeling_patches.per_call import Changes
 
 
 def averaged_exits(

@@ -17,20 +17,20 @@ from torch import nn
 from torch.nn.modules import module as of_all_modules
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_patches.per_call import Replaceable, own_function
-from modeling_patches.weights import placement, switches
+from hf_spec.modeling_patches.per_call import Replaceable, own_function
+from hf_spec.modeling_patches.weights import placement, switches
 
 #: Packages whose modules and wrappers treat all tokens alike, but for attention and recurrences,
 #: which are known by the model's type.
 _STOCK = (
     "torch.", "transformers.", "accelerate.", "bitsandbytes.", "peft.tuners.lora.",
-    "peft.tuners.tuners_utils", "peft.utils.", "modeling_patches.", "hf_spec.",
+    "peft.tuners.tuners_utils", "peft.utils.", "hf_spec.",
 )  # fmt: skip
 #: Packages whose hooks treat all tokens and rows alike.
 _STOCK_HOOKS = ("torch.", "accelerate.", "deepspeed.")
 #: Hooks of this package, and those by which Transformers collects `output_hidden_states`, which do
 #: nothing otherwise.
-_IDLE_HOOKS = ("modeling_patches.", "hf_spec.", "transformers.utils.output_capturing")
+_IDLE_HOOKS = ("hf_spec.", "transformers.utils.output_capturing")
 
 
 class Fingerprint(NamedTuple):
@@ -108,7 +108,7 @@ def _is_stock_attention(function: Any) -> bool:
     return (
         function is None  # the model's own
         or function is torch._C._nn.scaled_dot_product_attention
-        or _origin(function).startswith(("transformers.", "modeling_patches."))
+        or _origin(function).startswith(("transformers.", "hf_spec.modeling_patches."))
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from modeling_patches.patch_method import patch_method
+from hf_spec.modeling_patches.patch_method import patch_method
 
 logger = logging.getLogger(__name__)
 #: A mode's option in a call of ``generate`` that loads a method from a repository.

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modeling_patches.linear_attention import keeps_states
-from modeling_patches.modules import (
+from hf_spec.modeling_patches.linear_attention import keeps_states
+from hf_spec.modeling_patches.modules import (
     INLINE_MLP,
     MIXER_NAMES,
     MLP_NAMES,
@@ -28,7 +28,7 @@ from modeling_patches.modules import (
     mlps,
     unwrapped,
 )
-from modeling_patches.per_call import Changes, step_aside
+from hf_spec.modeling_patches.per_call import Changes, step_aside
 
 #: MLPs that return (hidden states, something) where others return hidden states.
 _PAIR_RETURNING_MLPS = {"GptOssMLP"}

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from modeling_patches import recurrences as rules
-from modeling_patches.mamba import MAMBA1, MAMBA2
-from modeling_patches.per_call import Changes, Replaceable
-from modeling_patches.recurrences import Rule
+from hf_spec.modeling_patches import recurrences as rules
+from hf_spec.modeling_patches.mamba import MAMBA1, MAMBA2
+from hf_spec.modeling_patches.per_call import Changes, Replaceable
+from hf_spec.modeling_patches.recurrences import Rule
 
 _CONV = "causal_conv1d_fn"
 #: Functions that apply a rule to several tokens, by name.

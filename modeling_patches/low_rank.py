@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from modeling_patches.per_call import Changes
-from modeling_patches.ranks import own_share, summed
+from hf_spec.modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.ranks import own_share, summed
 
 #: Returns the number of tokens of a forward, and how many of the last ones are updated.
 Gate = Callable[[], tuple[int, int]]

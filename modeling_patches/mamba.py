@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling_patches.recurrences import (
+from hf_spec.modeling_patches.recurrences import (
     DELTA,
     LOG2E,
     Kept,

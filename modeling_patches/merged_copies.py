@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from modeling_patches.low_rank import Factors, LowRank, merged, unmergeable
-from modeling_patches.per_call import Changes, plain
-from modeling_patches.weights_version import made_anew
+from hf_spec.modeling_patches.low_rank import Factors, LowRank, merged, unmergeable
+from hf_spec.modeling_patches.per_call import Changes, plain
+from hf_spec.modeling_patches.weights_version import made_anew
 
 
 class MergedCopies:

@@ -11,7 +11,7 @@ from typing import Any
 import regex
 from torch import nn
 
-from modeling_patches.weights import features, in_use
+from hf_spec.modeling_patches.weights import features, in_use
 
 #: Most characters of a pattern of names, and most seconds for matching all names of a model.
 PATTERN_LENGTH, PATTERN_SECONDS = 1000, 2.0

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import dot_natural_key, rename_source_key
 
-from modeling_patches.cache_name import CACHE
-from modeling_patches.modules import decoder_layers
-from modeling_patches.mtp_blocks import Recipe, config_of, recipe_of
-from modeling_patches.weights import conversions
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import decoder_layers
+from hf_spec.modeling_patches.mtp_blocks import Recipe, config_of, recipe_of
+from hf_spec.modeling_patches.weights import conversions
 
 #: Prefix of the block's tensors in :class:`MtpLayer`.
 BLOCK = "mtp_block."

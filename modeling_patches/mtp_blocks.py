@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from modeling_patches.attention_masks import attention_beside
-from modeling_patches.modules import decoder_layers, decoder_of
-from modeling_patches.weights import in_use
+from hf_spec.modeling_patches.attention_masks import attention_beside
+from hf_spec.modeling_patches.modules import decoder_layers, decoder_of
+from hf_spec.modeling_patches.weights import in_use
 
 #: What configs of Nemotron-H call layers with keys, and those with a recurrent state.
 ATTENTION, RECURRENCE = {"full_attention", "attention"}, {"linear_attention", "mamba"}
@@ -120,7 +120,7 @@ def recipe_of(model: Any) -> Recipe:
 
 def config_of(model: Any, recipe: Recipe, count: int, sparse: bool) -> Any:
     """The model's config with what it says of single layers replaced by what holds for ``count``
-    blocks; ``sparse`` as in :class:`~modeling_patches.mtp.MtpLayers`."""
+    blocks; ``sparse`` as in :class:`~hf_spec.modeling_patches.mtp.MtpLayers`."""
     config = copy.deepcopy(model.config.get_text_config(decoder=True))
 
     def of_each(name: str, default: str) -> list[str]:

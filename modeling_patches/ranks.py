@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.weights import placement
 
 
 class Ranks:

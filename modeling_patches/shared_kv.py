@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from modeling_patches.modules import decoder_layers, mixers
-from modeling_patches.per_call import Changes
-from modeling_patches.ranks import tensor_parallel_size
-from modeling_patches.weights import input_features
+from hf_spec.modeling_patches.modules import decoder_layers, mixers
+from hf_spec.modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.ranks import tensor_parallel_size
+from hf_spec.modeling_patches.weights import input_features
 
 
 class Source(NamedTuple):

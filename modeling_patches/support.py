@@ -8,11 +8,11 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import DynamicCache
 
-from modeling_patches.cache_name import CACHE
-from modeling_patches.linear_attention import recurrent_rules
-from modeling_patches.modules import takes
-from modeling_patches.ranks import tensor_parallel_size
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.linear_attention import recurrent_rules
+from hf_spec.modeling_patches.modules import takes
+from hf_spec.modeling_patches.ranks import tensor_parallel_size
+from hf_spec.modeling_patches.weights import placement
 
 #: Architectures whose tree forward is tested against plain generation.
 VERIFIED = frozenset(

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.layer import CONTAINER
+from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.tools.training.anchors import AnswerDataset, collate
-from modeling_patches.cache_name import CACHE
 
 #: Fields of a Llama's config.
 SHAPE = {
@@ -169,7 +169,7 @@ def cache_behind(model: Any, ids: Tensor, front: Iterable[Sequence[Tensor]]) -> 
 def hooked(model: Any) -> int:
     """How many low-rank updates are attached to the model's modules."""
     hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
-    return sum(type(hook).__module__ == "modeling_patches.low_rank" for hook in hooks)
+    return sum(type(hook).__module__ == "hf_spec.modeling_patches.low_rank" for hook in hooks)
 
 
 class Opaque(torch.nn.Module):

@@ -25,8 +25,8 @@ from covering import EVERY_CASE
 from running import drafting
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from modeling_patches import fingerprint
-from modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches import fingerprint
+from hf_spec.modeling_patches.cache_name import CACHE
 
 # More threads cost more than they bring on models of this size, above all beside other workers.
 torch.set_num_threads(1)
@@ -369,7 +369,7 @@ def fresh(tiny: Tiny) -> Tiny:
 @pytest.fixture
 def shallow(fresh: Tiny) -> Tiny:
     """Like ``fresh``, with the first layers only, where nothing depends on how many there are."""
-    from modeling_patches.modules import decoder_layers
+    from hf_spec.modeling_patches.modules import decoder_layers
 
     def factory(architecture: str = "llama", layers: int = 1) -> PreTrainedModel:
         model: Any = fresh(architecture)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_spec
-import modeling_patches
+from hf_spec import modeling_patches
 
 #: Of a type that no library knows.
 DEVICE = torch.device("ipu", 0)

@@ -15,7 +15,7 @@ from hf_spec.cache.buffers import ALIGNMENT
 from hf_spec.cache.convert import take_over
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.tree import Tree
-from modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.cache_name import CACHE
 
 #: (heads, key dim, value dim) of each layer.
 Spec = tuple[int, int, int]

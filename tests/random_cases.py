@@ -34,8 +34,8 @@ from transformers import DynamicCache, MaxLengthCriteria, WatermarkingConfig
 from hf_spec.methods.mtp import weights
 from hf_spec.methods.registry import methods
 from hf_spec.model import captures
+from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.tools.bench.agreement import TIE_ULPS, next_token_logits, ulp
-from modeling_patches.cache_name import CACHE
 
 #: Kinds of models, and the models of each.
 MODELS: dict[str, tuple[str, ...]] = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from modeling_patches.mtp import MtpLayers
+from hf_spec.modeling_patches.mtp import MtpLayers
 
 
 def random_layers(

@@ -43,8 +43,8 @@ from torch import Tensor
 
 from hf_spec.cache.recurrent import stock_states
 from hf_spec.methods.registry import methods
-from modeling_patches.cache_name import CACHE
-from modeling_patches.modules import linear_modules
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import linear_modules
 
 CALLS = 6
 DTYPES = (torch.float32,) * 3 + (torch.float64,)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_spec.methods.mtp.weights import SINGLE
-from modeling_patches.mtp import MtpLayers
+from hf_spec.modeling_patches.mtp import MtpLayers
 
 #: Types whose checkpoints have such layers, and how these are called there.
 FAMILIES = {

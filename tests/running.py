@@ -16,8 +16,8 @@ from transformers import CompileConfig
 from hf_spec.core import transfer
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.drafter import Drafter
-from modeling_patches import per_call
-from modeling_patches.per_call import Changes
+from hf_spec.modeling_patches import per_call
+from hf_spec.modeling_patches.per_call import Changes
 
 #: Compiled steps whose code is what was captured.
 CAPTURED = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager")}

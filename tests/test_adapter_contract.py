@@ -31,8 +31,8 @@ from hf_spec.adapters.active import find_active
 from hf_spec.adapters.predicting import PredictingConfig
 from hf_spec.drafting.forward_drafter import ForwardDrafter
 from hf_spec.methods.registry import methods
+from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.tools.hub.card import write_card
-from modeling_patches.cache_name import CACHE
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 METHODS = {name: method for name, method in methods().items() if method.adapter_config}

@@ -212,7 +212,7 @@ def test_serve_hands_all_other_arguments_over(monkeypatch):
     program = SimpleNamespace(app=lambda arguments, **_: given.append(arguments))
     monkeypatch.setitem(sys.modules, "transformers.cli.transformers", program)
     served = SimpleNamespace(on_load=prepared.append)
-    monkeypatch.setitem(sys.modules, "modeling_patches.served_models", served)
+    monkeypatch.setitem(sys.modules, "hf_spec.modeling_patches.served_models", served)
     monkeypatch.setattr("hf_spec.tools.cli.serve.require", lambda *_: None)
     assert cli.main(["serve", "some/model", "--port", "1"]) == 0
     assert cli.main(["serve", "--port", "1", "--strategy", "none", "some/model"]) == 0

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import pytest
 
 import hf_spec
-import modeling_patches
+from hf_spec import modeling_patches
 
 ROOT = Path(__file__).parent.parent
 LIBRARIES = ("transformers", "peft", "accelerate", "torch")
 #: Modules that need packages which are not always installed, or end the process.
 NOT_IMPORTED = (
-    "hf_spec.tools.cli.__main__", "modeling_patches.served_models",
-    "modeling_patches.tree_attention",
+    "hf_spec.tools.cli.__main__", "hf_spec.modeling_patches.served_models",
+    "hf_spec.modeling_patches.tree_attention",
 )  # fmt: skip
 #: Private by name only.
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"}

@@ -10,8 +10,8 @@ from test_method_contract import FIRST, adapted, strategy
 from tiny_checkpoint import save_checkpoint, write_prompts
 from transformers.utils.logging import warning_once
 
+from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.tools import cli
-from modeling_patches.cache_name import CACHE
 
 #: What PEFT 0.21 itself reads of a model.
 OF_PEFT = "is_gradient_checkpointing"

@@ -21,7 +21,7 @@ from test_method_contract import FIRST
 from test_method_contract import adapted as with_adapter_of
 
 from hf_spec.methods.registry import methods
-from modeling_patches.linear_attention import keeps_states
+from hf_spec.modeling_patches.linear_attention import keeps_states
 
 #: Pairs that once failed.
 ALWAYS = [

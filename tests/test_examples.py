@@ -18,8 +18,8 @@ from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec.tools.demo
+from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.tools.cli.main import app
-from modeling_patches.cache_name import CACHE
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

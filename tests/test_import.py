@@ -17,7 +17,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import utils as generation_utils
 
 import hf_spec
-from modeling_patches import tested_versions
+from hf_spec.modeling_patches import tested_versions
 
 #: What only some commands need; each is imported where it is used.
 HEAVY = {
@@ -51,17 +51,19 @@ def test_nothing_heavy_is_imported() -> None:
     # Nothing of ours beyond the loop and the methods either: no command line, no benchmark.
     parts = {name.split(".")[1] for name in new if name.startswith("hf_spec.")}
     assert "decoding" in parts and parts <= {
-        "adapters", "cache", "core", "decoding", "drafting", "files", "methods", "model", "policy",
+        "adapters", "cache", "core", "decoding", "drafting", "files", "methods", "model",
+        "modeling_patches", "policy",
     }  # fmt: skip
     tops = {name.partition(".")[0] for name in new} - set(sys.stdlib_module_names)
-    known = {"hf_spec", "modeling_patches", "hub_cards", "transformers", "peft", "torch"}
+    known = {"hf_spec", "transformers", "peft", "torch"}
     assert tops <= known, "third-party packages that transformers and peft don't load"
 
 
 def test_help_and_version_load_neither_torch_nor_transformers() -> None:
     """They answer at once: for every command, in one interpreter."""
     program = """
-from hf_spec_cli import main
+sys.argv[0] = "hf-spec"
+from hf_spec.tools.cli import main
 assert main(["--version"]) == main(["--help"]) == 0
 from hf_spec.tools.cli.main import app
 for command in app.registered_commands:

@@ -42,7 +42,7 @@ from hf_spec.drafting.forward_drafter import ForwardDrafter
 from hf_spec.drafting.probe_drafter import ProbeDrafter
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.methods.registry import Method, methods
-from modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.cache_name import CACHE
 
 #: What each method runs with; one without an entry runs its defaults.
 RUNS = {name: VARIANTS.get(name, Variants({"default": {}})) for name in methods()}

@@ -8,7 +8,7 @@ from torch import nn
 from hf_spec.adapters.layer import layer_of, layers_of
 from hf_spec.adapters.loading import load_unattached
 from hf_spec.adapters.module import Adapter
-from modeling_patches.modules import unwrapped
+from hf_spec.modeling_patches.modules import unwrapped
 
 
 def find_active(model: nn.Module, peft_type: str, place: str | None = None) -> Adapter | None:

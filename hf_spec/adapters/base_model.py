@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from modeling_patches.modules import num_layers
+from hf_spec.modeling_patches.modules import num_layers
 
 #: Fields of a model's config; their names are Transformers' own.
 FACTS = ("model_type", "hidden_size", "num_hidden_layers", "num_key_value_heads", "vocab_size")

@@ -21,8 +21,8 @@ from hf_spec.adapters.layer import (
     layers_of,
     left_out,
 )
-from modeling_patches.modules import unwrapped
-from modeling_patches.patch_method import patch_method
+from hf_spec.modeling_patches.modules import unwrapped
+from hf_spec.modeling_patches.patch_method import patch_method
 
 
 @patch_method(BaseTuner, "inject_adapter")

@@ -15,7 +15,7 @@ from transformers import GenerationMixin
 from hf_spec.adapters.base_model import check_facts, facts_of
 from hf_spec.adapters.repo_files import write_companions
 from hf_spec.core.checks import INSTALL, check_fields, nearest, setting
-from modeling_patches.support import check_model
+from hf_spec.modeling_patches.support import check_model
 
 #: Version of adapter_config.json and weights that this release writes, and the newest it reads.
 FORMAT_VERSION = 1

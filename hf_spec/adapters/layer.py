@@ -13,8 +13,8 @@ from typing import Any, cast
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from modeling_patches.low_rank import LowRank
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.low_rank import LowRank
+from hf_spec.modeling_patches.weights import placement
 
 #: Attribute of the base model that holds our layers, one per PEFT type.
 CONTAINER = "spec_modules"

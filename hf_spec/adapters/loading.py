@@ -31,9 +31,9 @@ from hf_spec.adapters.module import Adapter
 from hf_spec.core.checks import explained
 from hf_spec.core.memory import locked, memory
 from hf_spec.files import is_path
-from modeling_patches.modules import unwrapped
-from modeling_patches.patch_method import patch_method
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.modules import unwrapped
+from hf_spec.modeling_patches.patch_method import patch_method
+from hf_spec.modeling_patches.weights import placement
 
 
 @patch_method(PeftModel, "from_pretrained")

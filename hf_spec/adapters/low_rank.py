@@ -15,9 +15,9 @@ from torch import nn
 from hf_spec.adapters.module import Adapter
 from hf_spec.core.checks import number
 from hf_spec.core.limits import MAX_ALPHA
-from modeling_patches.low_rank import Factors, LowRank
-from modeling_patches.modules import compiled
-from modeling_patches.weights import features, loaded
+from hf_spec.modeling_patches.low_rank import Factors, LowRank
+from hf_spec.modeling_patches.modules import compiled
+from hf_spec.modeling_patches.weights import features, loaded
 
 DOWN, UP = "down__", "up__"
 #: The rule of alpha.

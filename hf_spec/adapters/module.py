@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.checkpoint import Origin
-from modeling_patches.low_rank import LowRank
-from modeling_patches.weights import loaded, placement
+from hf_spec.modeling_patches.low_rank import LowRank
+from hf_spec.modeling_patches.weights import loaded, placement
 
 #: A buffer of adapters that have no tensors. PEFT would write no file of weights for these, and
 #: not load them again.

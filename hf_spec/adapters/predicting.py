@@ -10,8 +10,8 @@ from hf_spec.adapters.base_model import facts_of
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.core.checks import SHARE, check_count, choice, count, setting
 from hf_spec.core.limits import MAX_RANK, MAX_SHAPE, MAX_SIZE
-from modeling_patches.support import kv_shape
-from modeling_patches.weights import input_features, output_features, placement
+from hf_spec.modeling_patches.support import kv_shape
+from hf_spec.modeling_patches.weights import input_features, output_features, placement
 
 #: Fields that ``hf-spec train`` sets by default.
 TRAINED = {"markov_rank": 128}

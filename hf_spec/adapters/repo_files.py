@@ -33,7 +33,7 @@ def shim_text(
         "strategy": strategy, "options": options, "peft_type": peft_type, "install": INSTALL,
         "repository": repository,
     }  # fmt: skip
-    text = (files("hub_cards") / SHIM).read_text(encoding="utf-8")
+    text = (files("hf_spec.hub_cards") / SHIM).read_text(encoding="utf-8")
     return text.replace(EMPTY, EMPTY.replace("{}", repr(settings)))
 
 

@@ -38,8 +38,8 @@ from hf_spec.adapters.layer import (
 )
 from hf_spec.adapters.loading import unchanged_on_error
 from hf_spec.adapters.module import Adapter
-from modeling_patches.modules import unwrapped
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.modules import unwrapped
+from hf_spec.modeling_patches.weights import placement
 
 
 class TrainingBatch(NamedTuple):

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from hf_spec.cache.buffers import aligned, signature
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
-from modeling_patches.support import LAYERS
+from hf_spec.modeling_patches.support import LAYERS
 
 
 def take_over(

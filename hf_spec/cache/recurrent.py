@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.transfer import to_device
-from modeling_patches.recurrences import CONV, Kept, Rule, Step
+from hf_spec.modeling_patches.recurrences import CONV, Kept, Rule, Step
 
 #: ``conv`` or ``rule``, the layer, and the number of the state in it.
 StateKey = tuple[str, int, int]
@@ -133,7 +133,7 @@ class RecurrentStates:
         self._kept["rule", layer, number] = [{"state": state}]
 
     def run(self, rule: Rule, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """See :class:`modeling_patches.linear_attention.States`."""
+        """See :class:`hf_spec.modeling_patches.linear_attention.States`."""
         key = (rule.kind, *self._running)
         call = self._calls if rule.kind == "rule" else 0
         state = self._state(key)

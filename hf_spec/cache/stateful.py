@@ -10,8 +10,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from hf_spec.cache.recurrent import RecurrentStates
 from hf_spec.core.tree import Tree
-from modeling_patches.linear_attention import recurrent_rules
-from modeling_patches.support import one_token
+from hf_spec.modeling_patches.linear_attention import recurrent_rules
+from hf_spec.modeling_patches.support import one_token
 
 
 class OpenBlock(NamedTuple):

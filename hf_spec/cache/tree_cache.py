@@ -27,7 +27,7 @@ from hf_spec.cache.recurrent import RecurrentStates
 from hf_spec.cache.stateful import OpenBlock, StatefulCache
 from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
-from modeling_patches.recurrences import Rule
+from hf_spec.modeling_patches.recurrences import Rule
 
 
 class TreeCache(StatefulCache):

@@ -49,7 +49,7 @@ def packed(
     ancestors: Tensor, lengths: Tensor, begin: Tensor | None = None, front: Tensor | None = None
 ) -> Tensor:
     """The mask of a tree's nodes in the few numbers that
-    :func:`modeling_patches.attention_masks.unpacked` reads.
+    :func:`hf_spec.modeling_patches.attention_masks.unpacked` reads.
 
     Args:
         ancestors, lengths: as for :func:`tree`.

@@ -17,7 +17,7 @@ from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
 from hf_spec.decoding.config import AUTO, StoredOptions
 from hf_spec.methods.registry import methods
-from modeling_patches.modules import unwrapped
+from hf_spec.modeling_patches.modules import unwrapped
 
 #: What works with every model, and needs nothing.
 LOOKUPS = "prompt_lookup"

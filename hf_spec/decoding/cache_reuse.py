@@ -17,10 +17,10 @@ from hf_spec.decoding.cache_owner import CacheOwner
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.appending import append
 from hf_spec.model.target import Target
-from modeling_patches.attention_masks import local_attention
-from modeling_patches.cache_name import CACHE
-from modeling_patches.dynamic_rope import recompute_end
-from modeling_patches.linear_attention import recurrent_rules
+from hf_spec.modeling_patches.attention_masks import local_attention
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.dynamic_rope import recompute_end
+from hf_spec.modeling_patches.linear_attention import recurrent_rules
 
 
 def new_tokens(

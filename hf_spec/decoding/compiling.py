@@ -20,7 +20,7 @@ from hf_spec.core.checks import check_count
 from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.captures import CUDA_GRAPHS
 from hf_spec.model.graphs import Graphs
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.weights import placement
 
 #: Value of ``cache_implementation``.
 STATIC = "static"

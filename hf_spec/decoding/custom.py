@@ -20,7 +20,7 @@ from hf_spec.decoding.loop import decode
 from hf_spec.decoding.outputs import SpecGenerateOutput
 from hf_spec.decoding.validate import validate_call
 from hf_spec.drafting.options import AUTO
-from modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.cache_name import CACHE
 
 
 def generate(

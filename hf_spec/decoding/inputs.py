@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from modeling_patches.cache_name import CACHE
-from modeling_patches.modules import takes
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import takes
 
 #: Inputs that the loop provides.
 _MADE = (

@@ -25,10 +25,10 @@ from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.lookup import BatchLookup, History
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.ranks import Ranks
+from hf_spec.modeling_patches.support import check_length
 from hf_spec.policy.step_policy import StepPolicy
-from modeling_patches.cache_name import CACHE
-from modeling_patches.ranks import Ranks
-from modeling_patches.support import check_length
 
 #: Share of the batch's rows that must have finished before it shrinks, so that forwards do not
 #: compute them. At most one row is moved per finished row, at about one row's share of a step

@@ -9,7 +9,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats
-from modeling_patches.modules import unwrapped
+from hf_spec.modeling_patches.modules import unwrapped
 
 
 @dataclass

@@ -34,9 +34,9 @@ from hf_spec.model.hidden_states import Reads, captured, gather_hidden
 from hf_spec.model.instructions import warn_if_slow
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Target
-from modeling_patches.cache_name import CACHE
-from modeling_patches.linear_attention import recurrent_rules
-from modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.linear_attention import recurrent_rules
+from hf_spec.modeling_patches.per_call import Changes
 
 
 def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:

@@ -34,12 +34,12 @@ from hf_spec.drafting.drafter import Drafter
 from hf_spec.model.hidden_states import Reads, output_logits, supported_kwargs
 from hf_spec.model.rounding import tolerance
 from hf_spec.model.target import Target
-from modeling_patches.cache_name import CACHE
-from modeling_patches.fingerprint import Fingerprint, fingerprint
-from modeling_patches.modules import decoder_of
-from modeling_patches.per_call import Changes
-from modeling_patches.support import VERIFIED, empty_cache
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.fingerprint import Fingerprint, fingerprint
+from hf_spec.modeling_patches.modules import decoder_of
+from hf_spec.modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.support import VERIFIED, empty_cache
+from hf_spec.modeling_patches.weights import placement
 
 #: The root with two children, of which the second has a child; and the path there, which plain
 #: generation decodes, which pruning leaves, and which is committed. The root follows it once more.

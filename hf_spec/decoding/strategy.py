@@ -17,9 +17,9 @@ from hf_spec.drafting.options import AUTO, DraftOptions, key_of, samples_drafts
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.packed_weights import packed_weights
+from hf_spec.modeling_patches.fingerprint import fingerprint
+from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.policy.learned import Learned
-from modeling_patches.fingerprint import fingerprint
-from modeling_patches.per_call import Changes
 
 
 @dataclass

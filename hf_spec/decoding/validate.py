@@ -13,8 +13,8 @@ from hf_spec.decoding.compiling import STATIC, ask_for_compiling
 from hf_spec.decoding.config import warn_if_lossy
 from hf_spec.drafting.options import ACCEPTANCE_RULES
 from hf_spec.methods.registry import Method, get_method
-from modeling_patches.attention_masks import check_attention
-from modeling_patches.support import activated_loras, check_cache_stays, check_model
+from hf_spec.modeling_patches.attention_masks import check_attention
+from hf_spec.modeling_patches.support import activated_loras, check_cache_stays, check_model
 
 _ONE_OF_TWO = "Leave one of the two out (assistant_strategy=None)."
 #: Options of other decoding modes, and what to do without them.

@@ -27,7 +27,7 @@ from hf_spec.drafting.grow import Frontier, extended
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.hidden_states import Reads, captured, gather_hidden
 from hf_spec.model.programs import DraftProgram
-from modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.per_call import Changes
 
 #: From the batch size and n, rows that draft n further tokens in one forward (P-EAGLE): ``(batch,
 #: n)`` tokens, and ``(batch, n, hidden)`` what they take of states.

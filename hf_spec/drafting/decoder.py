@@ -33,10 +33,10 @@ from hf_spec.core.limits import MAX_BLOCKS, MAX_SHAPE, MAX_SIZE
 from hf_spec.drafting.layer_types import ARCHITECTURES, LAYER_TYPES, SIZES, LayerType
 from hf_spec.model.hidden_states import soft_capped
 from hf_spec.model.row_embeddings import RowEmbeddings
-from modeling_patches.attention_masks import attention_beside
-from modeling_patches.cache_name import CACHE
-from modeling_patches.modules import num_layers
-from modeling_patches.weights import device_of, input_features, placement
+from hf_spec.modeling_patches.attention_masks import attention_beside
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import num_layers
+from hf_spec.modeling_patches.weights import device_of, input_features, placement
 
 #: Rules of sizes and of factors.
 SIZE, FACTOR = count(1, MAX_SHAPE), number(0.0, MAX_SIZE, open_low=True)

@@ -16,7 +16,7 @@ from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.drafting.state import DecodeState
 from hf_spec.model.block import Slots
 from hf_spec.model.graphs import Graphs
-from modeling_patches.attention_masks import runs_kernel
+from hf_spec.modeling_patches.attention_masks import runs_kernel
 
 #: Committed rows that run at once, of each sequence.
 AT_ONCE = 512

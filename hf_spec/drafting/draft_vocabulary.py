@@ -21,7 +21,7 @@ from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.drafting.held import Holds
 from hf_spec.drafting.made_once import is_plain, made_once
 from hf_spec.model.hidden_states import linear_logits
-from modeling_patches.weights import is_updated, output_bias, output_features, output_weight
+from hf_spec.modeling_patches.weights import is_updated, output_bias, output_features, output_weight
 
 #: Columns of output embeddings, quantized or with adapters of PEFT, that are read at once.
 AT_ONCE = 64

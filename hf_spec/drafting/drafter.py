@@ -21,7 +21,7 @@ from hf_spec.drafting.state import DecodeState
 from hf_spec.model.hidden_states import Reads
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.programs import DraftProgram
-from modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.per_call import Changes
 
 #: Drafting runs modules of the model, such as its output embeddings.
 MODULES = "modules"

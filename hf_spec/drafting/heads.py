@@ -25,7 +25,7 @@ from hf_spec.drafting.options import CHAIN
 from hf_spec.drafting.tree_drafter import AT_ONCE, TreeDrafter, chain_tree
 from hf_spec.model.hidden_states import Reads
 from hf_spec.model.sequences import token_hidden
-from modeling_patches.weights import (
+from hf_spec.modeling_patches.weights import (
     output_bias,
     output_dtype,
     output_features,

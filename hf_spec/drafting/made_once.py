@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from modeling_patches.weights import made_of
-from modeling_patches.weights_version import made_anew
+from hf_spec.modeling_patches.weights import made_of
+from hf_spec.modeling_patches.weights_version import made_anew
 
 Made = TypeVar("Made")
 

@@ -31,7 +31,7 @@ from hf_spec.drafting.draft_vocabulary import DraftVocabulary, drafted_logits
 from hf_spec.drafting.held import Holds
 from hf_spec.drafting.made_once import made_once
 from hf_spec.model.hidden_states import linear_logits
-from modeling_patches.weights import input_features, placement
+from hf_spec.modeling_patches.weights import input_features, placement
 
 #: Tokens whose embeddings are projected at once.
 AT_ONCE = 8192

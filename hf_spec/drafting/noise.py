@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_spec.core.memory import RUNNING
 from hf_spec.core.transfer import to_device
 from hf_spec.core.verify import sample
-from modeling_patches.ranks import random_state, set_random_state
+from hf_spec.modeling_patches.ranks import random_state, set_random_state
 
 #: How far a drafter's logits are trusted where tokens are sampled, see :func:`as_sampled`
 #: (docs/inside/appendix_choices.md).

@@ -30,7 +30,7 @@ from hf_spec.core.memory import locked
 from hf_spec.drafting.made_once import is_plain
 from hf_spec.drafting.state import DecodeState
 from hf_spec.files import replacing
-from modeling_patches.weights_version import weights_version
+from hf_spec.modeling_patches.weights_version import weights_version
 
 #: Tokens of a forward, of each row, which are all as wide as the widest, and of the batch: logits
 #: and random numbers of the whole vocabulary are held for each.

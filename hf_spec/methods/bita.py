@@ -27,7 +27,7 @@ from hf_spec.drafting.tree_drafter import chain_tree
 from hf_spec.methods.registry import Method
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import computed_states, probe_sequences
-from modeling_patches.weights import input_features
+from hf_spec.modeling_patches.weights import input_features
 
 #: Models with more parameters get four mask tokens (section 4.1).
 LARGE = 13e9

@@ -27,8 +27,8 @@ from hf_spec.drafting.options import key_of
 from hf_spec.drafting.training_time_test import ChainConfig, chain_loss
 from hf_spec.methods.registry import Method
 from hf_spec.model.hidden_states import Reads
-from modeling_patches.modules import num_layers
-from modeling_patches.weights import device_of, input_features, output_features
+from hf_spec.modeling_patches.modules import num_layers
+from hf_spec.modeling_patches.weights import device_of, input_features, output_features
 
 #: What changes the numbers, and no shapes but those of the norms.
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

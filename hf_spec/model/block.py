@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_spec.cache.buffers import AttentionStates
 from hf_spec.core import mask as masks
 from hf_spec.core.tree import Tree
-from modeling_patches.attention_masks import Local
+from hf_spec.modeling_patches.attention_masks import Local
 
 
 class Block(NamedTuple):

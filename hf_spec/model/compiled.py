@@ -20,7 +20,7 @@ from hf_spec.model.block import Block
 from hf_spec.model.graphs import Graphs
 from hf_spec.model.programs import DraftProgram
 from hf_spec.model.target import ForwardContext, Output, Target
-from modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.per_call import Changes
 
 #: Attributes of a target that differ between calls: tensors, or values by name.
 _VARIABLES = (

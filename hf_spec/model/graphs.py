@@ -49,8 +49,8 @@ from hf_spec.model.captures import (
 )
 from hf_spec.model.compilers import code_for, compiled_parts, options_of
 from hf_spec.model.rounding import difference, tolerance
-from modeling_patches.fingerprint import fingerprint
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.fingerprint import fingerprint
+from hf_spec.modeling_patches.weights import placement
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_spec.core.memory import memory
-from modeling_patches.early_pruning import layer_input
-from modeling_patches.modules import decoder_of, num_layers, takes
-from modeling_patches.per_call import Changes, step_aside
-from modeling_patches.weights import (
+from hf_spec.modeling_patches.early_pruning import layer_input
+from hf_spec.modeling_patches.modules import decoder_of, num_layers, takes
+from hf_spec.modeling_patches.per_call import Changes, step_aside
+from hf_spec.modeling_patches.weights import (
     features,
     in_use,
     input_features,

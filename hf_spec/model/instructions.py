@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.weights import placement
 
 logger = logging.getLogger(__name__)
 

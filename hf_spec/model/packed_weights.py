@@ -4,7 +4,7 @@ PyTorch's product of several tokens with a weight arranges it anew each time. A 
 its memory once. Its products may round differently, as those of another number of tokens do.
 
 A model's memory says that it is packed. Each call of a strategy computes with the copies, after a
-look at the weights (:mod:`modeling_patches.weights_version`); nothing on the model changes.
+look at the weights (:mod:`hf_spec.modeling_patches.weights_version`); nothing on the model changes.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hf_spec.core.checks import check_switch
 from hf_spec.core.memory import locked, memory
 from hf_spec.model.instructions import has_instructions
-from modeling_patches.modules import unwrapped
-from modeling_patches.per_call import Changes, plain
-from modeling_patches.weights_version import made_anew
+from hf_spec.modeling_patches.modules import unwrapped
+from hf_spec.modeling_patches.per_call import Changes, plain
+from hf_spec.modeling_patches.weights_version import made_anew
 
 #: Names of modules that read the same input: one product with all their weights takes less time
 #: than one with each.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modeling_patches.low_rank import LowRank
+from hf_spec.modeling_patches.low_rank import LowRank
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from modeling_patches.per_call import Changes
-from modeling_patches.weights import in_use
+from hf_spec.modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.weights import in_use
 
 
 class RowEmbeddings:

@@ -23,15 +23,15 @@ from hf_spec.core.transfer import to_device
 from hf_spec.model.block import first_near
 from hf_spec.model.hidden_states import captured, embedded, model_logits, supported_kwargs
 from hf_spec.model.probe_inputs import ProbeInputs
-from modeling_patches.attention_masks import Local, TreeAttention
-from modeling_patches.cache_name import CACHE
-from modeling_patches.exits import averaged_exits
-from modeling_patches.linear_attention import Running, tree_recurrences
-from modeling_patches.modules import num_layers
-from modeling_patches.per_call import Changes, changing
-from modeling_patches.ranks import Ranks
-from modeling_patches.support import checkpoints
-from modeling_patches.weights import output_features, placement
+from hf_spec.modeling_patches.attention_masks import Local, TreeAttention
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.exits import averaged_exits
+from hf_spec.modeling_patches.linear_attention import Running, tree_recurrences
+from hf_spec.modeling_patches.modules import num_layers
+from hf_spec.modeling_patches.per_call import Changes, changing
+from hf_spec.modeling_patches.ranks import Ranks
+from hf_spec.modeling_patches.support import checkpoints
+from hf_spec.modeling_patches.weights import output_features, placement
 
 #: Keeps what a model says of sequences that recur. From what computes it of ids and mask, these
 #: two, and its kind, to kept tensors or computed ones.

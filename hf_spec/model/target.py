@@ -31,15 +31,15 @@ from hf_spec.model.hidden_states import (
 )
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.programs import DraftProgram
-from modeling_patches.attention_masks import Local, TreeAttention
-from modeling_patches.cache_name import CACHE
-from modeling_patches.dynamic_rope import DynamicRope, rope_ends
-from modeling_patches.early_pruning import Choose, early_pruning
-from modeling_patches.exits import averaged_exits
-from modeling_patches.linear_attention import Running, tree_recurrences
-from modeling_patches.per_call import Changes
-from modeling_patches.ranks import Ranks
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.attention_masks import Local, TreeAttention
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.dynamic_rope import DynamicRope, rope_ends
+from hf_spec.modeling_patches.early_pruning import Choose, early_pruning
+from hf_spec.modeling_patches.exits import averaged_exits
+from hf_spec.modeling_patches.linear_attention import Running, tree_recurrences
+from hf_spec.modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.ranks import Ranks
+from hf_spec.modeling_patches.weights import placement
 
 
 class Output(NamedTuple):

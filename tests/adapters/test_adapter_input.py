@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_spec
-import hub_cards
+from hf_spec import hub_cards
 from hf_spec.adapters.active import find_active, require_active
 from hf_spec.adapters.base_model import FACTS
 from hf_spec.adapters.checkpoint import complaints

@@ -21,8 +21,8 @@ from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.model.target import Target
-from modeling_patches.cache_name import CACHE
-from modeling_patches.linear_attention import recurrent_rules
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.linear_attention import recurrent_rules
 
 #: fp32 with other reduction orders; states are of order 1 to 100.
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}

@@ -25,10 +25,10 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 import hf_spec
-import modeling_patches
+from hf_spec import modeling_patches
 from hf_spec.cache.buffers import AttentionStates
 from hf_spec.cache.tree_cache import TreeCache
-from modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.cache_name import CACHE
 
 GREEDY = {"max_new_tokens": 14, "do_sample": False}
 LOOKUP = drafting("prompt_lookup")

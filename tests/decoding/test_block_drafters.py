@@ -18,8 +18,8 @@ from hf_spec.drafting import draft_cache
 from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
 from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences
 from hf_spec.methods.registry import methods
+from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.policy.step_policy import StepPolicy
-from modeling_patches.cache_name import CACHE
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 GEMMA4 = {

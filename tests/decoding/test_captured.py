@@ -32,7 +32,7 @@ from hf_spec.model import captures
 from hf_spec.model.any_size import AnySize
 from hf_spec.model.captures import Captured, Unrepeatable, Watch
 from hf_spec.model.repeats import compile_in_parts
-from modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.cache_name import CACHE
 
 pytestmark = pytest.mark.usefixtures("recorded")
 

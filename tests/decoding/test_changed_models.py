@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 import hf_spec
-from modeling_patches.fingerprint import fingerprint
+from hf_spec.modeling_patches.fingerprint import fingerprint
 
 pytestmark = pytest.mark.usefixtures("hooks_count")
 

@@ -30,8 +30,8 @@ from hf_spec.drafting import growth
 from hf_spec.methods.registry import methods
 from hf_spec.model import captures
 from hf_spec.model.graphs import TRIES, Graphs
+from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.policy import plans
-from modeling_patches.cache_name import CACHE
 
 NEW = 16
 #: Options of each strategy, under which every step drafts.

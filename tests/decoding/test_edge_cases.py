@@ -20,8 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_spec
 from hf_spec.decoding import selfcheck
 from hf_spec.methods.registry import methods
-from modeling_patches import attention_masks
-from modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches import attention_masks
+from hf_spec.modeling_patches.cache_name import CACHE
 
 Spec = dict[str, Any]
 

@@ -17,8 +17,8 @@ from test_method_contract import FIRST, adapted, strategy
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StoppingCriteriaList
 
 from hf_spec.core.memory import memory
-from modeling_patches.cache_name import CACHE
-from modeling_patches.support import VERIFIED
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.support import VERIFIED
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 LOOKUP = drafting("prompt_lookup")

@@ -11,7 +11,7 @@ from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 from transformers import AutoModelForCausalLM
 
 from hf_spec.adapters.active import find_active
-from modeling_patches.weights import device_of, loaded, placement
+from hf_spec.modeling_patches.weights import device_of, loaded, placement
 
 accelerate = pytest.importorskip("accelerate")
 

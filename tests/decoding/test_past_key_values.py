@@ -20,8 +20,8 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.methods.registry import get_method
-from modeling_patches.cache_name import CACHE
-from modeling_patches.modules import decoder_layers
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import decoder_layers
 
 Spec = dict[str, Any]
 

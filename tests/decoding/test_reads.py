@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from hf_spec.core.verify import StepResult
 from hf_spec.methods.prompt_lookup import PromptLookupDrafter
 from hf_spec.model.hidden_states import Reads
-from modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.cache_name import CACHE
 
 LAYERS = (3, 0, 2)  # of three; the last one's states are the final ones
 

@@ -24,9 +24,9 @@ from hf_spec.cache import recurrent as recurrent_module
 from hf_spec.cache.recurrent import stock_states
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.methods.registry import methods
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.support import empty_cache
 from hf_spec.policy.step_policy import StepPolicy
-from modeling_patches.cache_name import CACHE
-from modeling_patches.support import empty_cache
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 RETURN = {"return_dict_in_generate": True}

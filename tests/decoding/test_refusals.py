@@ -19,8 +19,8 @@ from transformers import (
 )
 
 import hf_spec
-from modeling_patches import generation_mode
-from modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches import generation_mode
+from hf_spec.modeling_patches.cache_name import CACHE
 
 Spec = dict[str, Any]
 

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 import hf_spec
 from hf_spec.decoding.selfcheck import check_tree_forward
-from modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.cache_name import CACHE
 
 pytestmark = pytest.mark.instructions
 

@@ -16,7 +16,7 @@ from test_method_contract import adapted, strategy
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig
 
 from hf_spec.cache.tree_cache import TreeCache
-from modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.cache_name import CACHE
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 RETURNED: dict[str, Any] = {**GREEDY, "return_dict_in_generate": True}

@@ -22,8 +22,8 @@ from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
 from hf_spec.methods.layer_skip.options import LayerSkipOptions, ThresholdExit
 from hf_spec.model.target import Target
-from modeling_patches.cache_name import CACHE
-from modeling_patches.layer_skip import LayerSkipper
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.layer_skip import LayerSkipper
 
 # -- draft exit, eqs. (2)-(4) --------------------------------------------------------------------
 

@@ -27,9 +27,9 @@ from hf_spec.adapters.active import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.layer_skip import adapter as layer_skip
 from hf_spec.methods.registry import get_method
+from hf_spec.modeling_patches.layer_skip import LayerSkipper
+from hf_spec.modeling_patches.merged_copies import _COPIES
 from hf_spec.tools import cli
-from modeling_patches.layer_skip import LayerSkipper
-from modeling_patches.merged_copies import _COPIES
 
 SKIP: dict[str, Any] = {"skip_attention": [0, 1], "skip_mlp": [1]}
 FIXED = {"draft_exit": "fixed", "max_draft": 4}

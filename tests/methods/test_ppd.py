@@ -28,9 +28,9 @@ from hf_spec.methods.ppd import drafter as drafter_module
 from hf_spec.methods.ppd.adapter import ept_group
 from hf_spec.methods.ppd.adapter import loss as objective
 from hf_spec.methods.ppd.drafter import PPDDrafter
+from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.tools.hub.card import write_card
 from hf_spec.tools.training.train import train
-from modeling_patches.cache_name import CACHE
 
 #: Everything that changes a forward, alone and together.
 CONFIGS = VARIANTS["ppd"].configs

@@ -18,8 +18,8 @@ from hf_spec.adapters.active import find_active
 from hf_spec.adapters.layer import layer_of
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.space import adapter as space
+from hf_spec.modeling_patches.modules import linear_modules
 from hf_spec.tools.training.anchors import AnswerDataset, collate
-from modeling_patches.modules import linear_modules
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 

@@ -18,7 +18,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.methods.space.adapter import mask_tokens
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Output, Target
-from modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.cache_name import CACHE
 
 TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1]])
 

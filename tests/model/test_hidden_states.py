@@ -7,7 +7,7 @@ from conftest import ARCHITECTURES, Tiny, prompt
 from running import added, fingerprint
 
 from hf_spec.model.hidden_states import captured, model_logits, output_logits, shapes_logits
-from modeling_patches.modules import decoder_of
+from hf_spec.modeling_patches.modules import decoder_of
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

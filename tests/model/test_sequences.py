@@ -22,8 +22,8 @@ from hf_spec.core.tree import Tree
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import probe_sequences
 from hf_spec.model.target import Target
-from modeling_patches.cache_name import CACHE
-from modeling_patches.support import kv_shape
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.support import kv_shape
 
 #: Everything that moves a mask or a position: windows, hybrids, learned positions.
 ARCHITECTURES = ["llama", "mistral", "gemma3", "gpt2", "opt"]

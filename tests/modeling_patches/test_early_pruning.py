@@ -16,9 +16,9 @@ from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.target import Output, Target
-from modeling_patches.early_pruning import early_pruning, layer_input
-from modeling_patches.modules import num_layers
-from modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.early_pruning import early_pruning, layer_input
+from hf_spec.modeling_patches.modules import num_layers
+from hf_spec.modeling_patches.per_call import Changes
 
 LENGTHS = (12, 9, 6)
 SHAPE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0, 1, 0], [2, 0, 0]])

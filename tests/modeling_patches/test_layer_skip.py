@@ -21,9 +21,9 @@ from transformers import (
     DynamicCache,
 )
 
-from modeling_patches.cache_name import CACHE
-from modeling_patches.layer_skip import LayerSkipper
-from modeling_patches.modules import decoder_layers, mixers, mlps
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.layer_skip import LayerSkipper
+from hf_spec.modeling_patches.modules import decoder_layers, mixers, mlps
 
 LAYERS = 4
 

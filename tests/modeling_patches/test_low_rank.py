@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from modeling_patches.low_rank import Factors, LowRank
-from modeling_patches.modules import decoder_layers, linear_modules, output_projections
-from modeling_patches.weights import features
+from hf_spec.modeling_patches.low_rank import Factors, LowRank
+from hf_spec.modeling_patches.modules import decoder_layers, linear_modules, output_projections
+from hf_spec.modeling_patches.weights import features
 
 RANK, SCALE = 3, 0.7
 

@@ -11,15 +11,15 @@ from conftest import Tiny
 from peft import LoraConfig, get_peft_model
 from transformers.pytorch_utils import Conv1D
 
-from modeling_patches import modules
-from modeling_patches.modules import (
+from hf_spec.modeling_patches import modules
+from hf_spec.modeling_patches.modules import (
     decoder_layers,
     linear_modules,
     mixers,
     mlps,
     output_projections,
 )
-from modeling_patches.weights import features
+from hf_spec.modeling_patches.weights import features
 
 
 def test_default_is_all_linear_modules_of_the_layers(tiny: Tiny) -> None:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modeling_patches import per_call
-from modeling_patches.per_call import Changes, plain, step_aside
+from hf_spec.modeling_patches import per_call
+from hf_spec.modeling_patches.per_call import Changes, plain, step_aside
 
 
 class Block(nn.Module):

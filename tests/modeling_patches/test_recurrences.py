@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from random_trees import path_to
 from torch import Tensor
 
-from modeling_patches import mamba
-from modeling_patches import recurrences as rules
-from modeling_patches.recurrences import Kept, Rule, Step
+from hf_spec.modeling_patches import mamba
+from hf_spec.modeling_patches import recurrences as rules
+from hf_spec.modeling_patches.recurrences import Kept, Rule, Step
 
 BATCH, NODES, HEADS = 3, 13, 4
 #: Float32 against float64, states of order 1 to 100.

@@ -28,12 +28,17 @@ from hf_spec.core import mask as masks
 from hf_spec.core.tree import Tree
 from hf_spec.methods.registry import methods
 from hf_spec.model.block import Slots, first_near
-from modeling_patches import attention_masks
-from modeling_patches.attention_masks import TREE_ATTENTION, Local, check_attention, unpacked
+from hf_spec.modeling_patches import attention_masks
+from hf_spec.modeling_patches.attention_masks import (
+    TREE_ATTENTION,
+    Local,
+    check_attention,
+    unpacked,
+)
 
 pytest.importorskip("triton", reason="Triton is not installed: its kernel cannot run")
 
-from modeling_patches import tree_attention as kernel  # noqa: E402
+from hf_spec.modeling_patches import tree_attention as kernel  # noqa: E402
 
 #: Names and values of what a case has.
 FEATURES: dict[str, tuple[Any, ...]] = {
@@ -156,7 +161,7 @@ COMPILE = """
 import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from modeling_patches import tree_attention as kernel
+from hf_spec.modeling_patches import tree_attention as kernel
 
 kind, number, heads, dim, value_dim, capped, merged = eval(sys.argv[1])
 target = GPUTarget("cuda", kind, 32) if kind else GPUTarget("hip", "gfx942", 64)
@@ -367,7 +372,7 @@ def test_older_gpus_are_refused(
     """Whose shared memory is too small for 64 nodes."""
     model = copy.copy(tiny("llama"))
     place = SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr("modeling_patches.attention_masks.placement", lambda _: place)
+    monkeypatch.setattr("hf_spec.modeling_patches.attention_masks.placement", lambda _: place)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(model.config, "_attn_implementation_internal", TREE_ATTENTION)
     refused = pytest.raises(ValueError, match=r"needs compute capability 8\.0, .* has \(7, 5\)")

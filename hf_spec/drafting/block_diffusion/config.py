@@ -13,8 +13,8 @@ from hf_spec.core.checks import check_count, choice, count, distinct_layers, set
 from hf_spec.core.limits import MAX_FUTURE, MAX_RANK, MAX_SHAPE, MAX_SIZE
 from hf_spec.drafting.block_diffusion.heads import HEADS
 from hf_spec.drafting.decoder import FACTOR, DecoderConfig
-from modeling_patches.modules import num_layers
-from modeling_patches.weights import input_features, output_features
+from hf_spec.modeling_patches.modules import num_layers
+from hf_spec.modeling_patches.weights import input_features, output_features
 
 #: Type of layers that can have convolutions.
 CONVOLVED = "qwen3"

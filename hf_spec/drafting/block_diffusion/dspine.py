@@ -26,7 +26,7 @@ from hf_spec.drafting.draft_vocabulary import DraftVocabulary, drafted_logits
 from hf_spec.drafting.made_once import is_plain
 from hf_spec.drafting.markov_head import Remembered
 from hf_spec.model.hidden_states import shapes_logits
-from modeling_patches.weights import is_updated, output_bias, output_weight
+from hf_spec.modeling_patches.weights import is_updated, output_bias, output_weight
 
 #: Name of the codes, one for each token.
 CODES = "transfer_codes"

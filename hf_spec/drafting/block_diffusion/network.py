@@ -26,7 +26,7 @@ from hf_spec.drafting.block_diffusion.heads import HEADS
 from hf_spec.drafting.decoder import Decoder, DecoderNetwork
 from hf_spec.model.hidden_states import Head, model_logits, output_logits
 from hf_spec.model.sequences import token_hidden
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.weights import placement
 
 
 class Convolutions(nn.Module):

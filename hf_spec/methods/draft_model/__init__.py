@@ -13,8 +13,8 @@ from hf_spec.methods.draft_model.assistant import AssistantDrafter
 from hf_spec.methods.draft_model.drafter import DraftModelDrafter
 from hf_spec.methods.draft_model.shared_kv import SharedKVDrafter
 from hf_spec.methods.registry import Method
-from modeling_patches.modules import unwrapped
-from modeling_patches.shared_kv import takes_shared_kv
+from hf_spec.modeling_patches.modules import unwrapped
+from hf_spec.modeling_patches.shared_kv import takes_shared_kv
 
 
 def make(model: Any, options: GrowOptions, assistant: Any) -> AssistantDrafter:

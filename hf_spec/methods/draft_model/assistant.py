@@ -8,7 +8,7 @@ import torch
 
 from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
 from hf_spec.drafting.options import key_of
-from modeling_patches.weights import input_features, placement
+from hf_spec.modeling_patches.weights import input_features, placement
 
 #: Rows by which the embeddings of models with the same tokenizer may differ: some are padded.
 PADDING = 1024

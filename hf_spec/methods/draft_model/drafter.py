@@ -21,11 +21,11 @@ from hf_spec.model.appending import append
 from hf_spec.model.compiled import PARTS, CompiledTarget
 from hf_spec.model.hidden_states import gather_hidden, supported_kwargs
 from hf_spec.model.target import Target
-from modeling_patches.cache_name import CACHE
-from modeling_patches.linear_attention import recurrent_rules
-from modeling_patches.per_call import Changes
-from modeling_patches.support import check_model
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.linear_attention import recurrent_rules
+from hf_spec.modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.support import check_model
+from hf_spec.modeling_patches.weights import placement
 
 
 class DraftModelDrafter(AssistantDrafter):

@@ -29,11 +29,11 @@ from hf_spec.methods.draft_model.assistant import AssistantDrafter
 from hf_spec.model.block import Slots
 from hf_spec.model.hidden_states import Reads, captured, gather_hidden, supported_kwargs
 from hf_spec.model.programs import DraftProgram
-from modeling_patches.attention_masks import TreeAttention
-from modeling_patches.cache_name import CACHE
-from modeling_patches.per_call import Changes
-from modeling_patches.shared_kv import shared_kv_sources, with_given_masks
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.attention_masks import TreeAttention
+from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.shared_kv import shared_kv_sources, with_given_masks
+from hf_spec.modeling_patches.weights import placement
 
 
 class Seen(NamedTuple):

@@ -22,9 +22,9 @@ from hf_spec.drafting.losses import Ahead, mean_loss, own_predictions, predictio
 from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import probe_sequences
-from modeling_patches.layer_skip import LayerSkipper
-from modeling_patches.modules import linear_modules
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.layer_skip import LayerSkipper
+from hf_spec.modeling_patches.modules import linear_modules
+from hf_spec.modeling_patches.weights import placement
 
 
 @dataclass

@@ -31,9 +31,9 @@ from hf_spec.drafting.options import key_of, samples_drafts
 from hf_spec.drafting.predictions import distribution
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.layer_skip.options import POLICY, LayerSkipOptions, ThresholdExit
-from modeling_patches.layer_skip import LayerSkipper
-from modeling_patches.merged_copies import MergedCopies
-from modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.layer_skip import LayerSkipper
+from hf_spec.modeling_patches.merged_copies import MergedCopies
+from hf_spec.modeling_patches.per_call import Changes
 
 #: Draft tokens per drafting forward; drafting continues from the first.
 RANKS = 3

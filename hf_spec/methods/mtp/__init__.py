@@ -29,7 +29,7 @@ from hf_spec.methods.mtp.network import MtpNetwork
 from hf_spec.methods.mtp.weights import mtp_layers
 from hf_spec.methods.registry import Method
 from hf_spec.model.hidden_states import Reads
-from modeling_patches.mtp import MtpLayers
+from hf_spec.modeling_patches.mtp import MtpLayers
 
 #: Steps of the training-time test, if there are not more layers.
 STEPS = 4

@@ -10,9 +10,9 @@ from torch import Tensor
 from hf_spec.drafting.autoregressive import DraftNetwork
 from hf_spec.drafting.draft_cache import Rows
 from hf_spec.model.hidden_states import model_logits, output_logits, shapes_logits
-from modeling_patches.attention_masks import attention_beside
-from modeling_patches.mtp import MtpLayers
-from modeling_patches.weights import device_of
+from hf_spec.modeling_patches.attention_masks import attention_beside
+from hf_spec.modeling_patches.mtp import MtpLayers
+from hf_spec.modeling_patches.weights import device_of
 
 
 class MtpNetwork(DraftNetwork):

@@ -16,12 +16,20 @@ from hf_spec.core.memory import memory
 from hf_spec.core.tree import Tree
 from hf_spec.drafting.draft_cache import DraftCache
 from hf_spec.methods.mtp.network import MtpNetwork
-from modeling_patches.attention_masks import runs_kernel
-from modeling_patches.fp8 import FP8, SCALES, check_scales, dequantized
-from modeling_patches.modules import decoder_layers, decoder_of, num_layers
-from modeling_patches.mtp import BLOCK, Layout, MtpLayers, dtypes, gathered, is_mtp, layout_of
-from modeling_patches.mtp_blocks import recipe_of
-from modeling_patches.weights import device_of, loaded, placement
+from hf_spec.modeling_patches.attention_masks import runs_kernel
+from hf_spec.modeling_patches.fp8 import FP8, SCALES, check_scales, dequantized
+from hf_spec.modeling_patches.modules import decoder_layers, decoder_of, num_layers
+from hf_spec.modeling_patches.mtp import (
+    BLOCK,
+    Layout,
+    MtpLayers,
+    dtypes,
+    gathered,
+    is_mtp,
+    layout_of,
+)
+from hf_spec.modeling_patches.mtp_blocks import recipe_of
+from hf_spec.modeling_patches.weights import device_of, loaded, placement
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 #: What safetensors calls the types of numbers that are read, and that of 8-bit floats, which are

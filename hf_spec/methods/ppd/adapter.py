@@ -31,8 +31,8 @@ from hf_spec.methods.ppd.dynamic_tree import states_of
 from hf_spec.model.hidden_states import Head, model_logits
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import probe_sequences
-from modeling_patches.modules import num_layers
-from modeling_patches.weights import output_features
+from hf_spec.modeling_patches.modules import num_layers
+from hf_spec.modeling_patches.weights import output_features
 
 #: With two stages, share of the steps that train everything but the head.
 FIRST_STAGE = 0.5

@@ -40,7 +40,7 @@ from hf_spec.drafting.options import ADAPTIVE
 from hf_spec.drafting.static_trees import check_states
 from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.methods.registry import get_method
-from modeling_patches.modules import unwrapped
+from hf_spec.modeling_patches.modules import unwrapped
 
 #: Value of the option ``tree``.
 DYNAMIC = "dynamic"

@@ -23,10 +23,10 @@ from hf_spec.drafting.heads import HeadsAdapter, HeadsConfig
 from hf_spec.drafting.losses import Ahead, heads_loss, mean_loss, own_predictions, prediction_losses
 from hf_spec.model.hidden_states import gather_hidden, model_logits
 from hf_spec.model.sequences import token_hidden
-from modeling_patches.early_pruning import layer_input
-from modeling_patches.modules import num_layers
-from modeling_patches.per_call import Changes
-from modeling_patches.weights import output_features
+from hf_spec.modeling_patches.early_pruning import layer_input
+from hf_spec.modeling_patches.modules import num_layers
+from hf_spec.modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.weights import output_features
 
 #: Default number of layers before pruning (section 5.3).
 PRUNE_LAYER = 4

@@ -19,9 +19,9 @@ from hf_spec.methods.propd.adapter import BIAS, GAIN, MATRIX, early_states
 from hf_spec.methods.propd.online_tree import HIT_ALPHA, ONLINE, RANKS, OnlineDrafter
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.model.hidden_states import gather_hidden, model_logits
-from modeling_patches.linear_attention import recurrent_rules
-from modeling_patches.modules import num_layers
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.linear_attention import recurrent_rules
+from hf_spec.modeling_patches.modules import num_layers
+from hf_spec.modeling_patches.weights import placement
 
 #: Value of ``drafter`` for the adapter's own heads.
 HEADS = "heads"

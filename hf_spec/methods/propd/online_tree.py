@@ -26,7 +26,7 @@ from hf_spec.drafting.grow import Children, Frontier
 from hf_spec.drafting.heads import HeadDrafter
 from hf_spec.drafting.predictions import Predictions, reweighed
 from hf_spec.drafting.state import DecodeState
-from modeling_patches.weights import placement
+from hf_spec.modeling_patches.weights import placement
 
 #: Value of the option ``tree``.
 ONLINE = "online"

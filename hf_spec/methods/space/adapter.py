@@ -24,8 +24,8 @@ from hf_spec.drafting.losses import Ahead, future_losses, prediction_losses, wan
 from hf_spec.model.hidden_states import model_logits
 from hf_spec.model.probe_inputs import ProbeInputs
 from hf_spec.model.sequences import IGNORED, probe_sequences
-from modeling_patches.modules import linear_modules, output_projections
-from modeling_patches.support import check_unquantized
+from hf_spec.modeling_patches.modules import linear_modules, output_projections
+from hf_spec.modeling_patches.support import check_unquantized
 
 #: Learning rate by kind of update; that of ``full`` is the paper's (table 2). Mask tokens alone are
 #: soft prompts, which need a higher one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import importlib.util
 import json
 import os
@@ -33,10 +34,10 @@ class Command(TyperCommand):
 
 
 def load_library() -> None:
-    """Run ``hf_spec/__init__.py``, which takes seconds, if the entry point has not."""
+    """Run ``hf_spec/__init__.py``, which takes seconds, if it waits for this."""
     library: Any = sys.modules["hf_spec"]
-    if not hasattr(library, "__version__"):
-        library.__spec__.loader.exec_module(library)
+    if library._waits:
+        importlib.reload(library)
 
 
 def require(extra: str, *packages: str) -> None:

@@ -74,7 +74,7 @@ def _prepare_models(
     """Let the server attach the adapters to each model, and generate with the strategy."""
     from hf_spec.decoding.validate import check_strategy
     from hf_spec.model.packed_weights import pack_where_it_pays
-    from modeling_patches.served_models import on_load
+    from hf_spec.modeling_patches.served_models import on_load
 
     adapters = read_adapters(paths)
     chosen = single_strategy(strategy, adapters, NO_STRATEGY)

@@ -11,11 +11,11 @@ from torch import Tensor
 from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.drafting.draft_vocabulary import HEAD, DraftVocabulary
+from hf_spec.modeling_patches.modules import num_layers
+from hf_spec.modeling_patches.weights import output_bias
 from hf_spec.tools.formats import block_kinds as kinds
 from hf_spec.tools.formats import tables
 from hf_spec.tools.formats.tables import OF_DEEPSPEC
-from modeling_patches.modules import num_layers
-from modeling_patches.weights import output_bias
 
 
 def _kind_to_write(config: Any) -> str:

@@ -21,10 +21,10 @@ from hf_spec.adapters.predicting import vocab_size
 from hf_spec.drafting.draft_vocabulary import HEAD
 from hf_spec.drafting.layer_types import ARCHITECTURES, LayerType
 from hf_spec.model.row_embeddings import RowEmbeddings
+from hf_spec.modeling_patches.modules import num_layers
+from hf_spec.modeling_patches.weights import device_of
 from hf_spec.tools.formats import tables
 from hf_spec.tools.formats.tables import ANY, KIND, OF_DEEPSPEC, USUAL, Files, Reader
-from modeling_patches.modules import num_layers
-from modeling_patches.weights import device_of
 
 #: Fields that all formats have.
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

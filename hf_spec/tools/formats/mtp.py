@@ -2,7 +2,7 @@
 
 Such files hold the layers alone, with a config that describes the model's decoder layers. What is
 the model's own, its embeddings, is not read. The table of names is ``SPECULATORS`` of
-:mod:`modeling_patches.mtp`.
+:mod:`hf_spec.modeling_patches.mtp`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from hf_spec.core.limits import MAX_BLOCKS
+from hf_spec.modeling_patches.mtp import SPECULATORS, gathered
 from hf_spec.tools.formats.tables import KIND, Files, Reader, check_size
-from modeling_patches.mtp import SPECULATORS, gathered
 
 #: Field with the number of layers, and prefix of all parameters of an adapter.
 COUNT, LAYERS = "num_nextn_predict_layers", "layers."

@@ -20,7 +20,7 @@ from hf_spec.drafting.draft_vocabulary import HEAD
 from hf_spec.drafting.layer_types import LAYER_TYPES, SIZES, LayerType
 from hf_spec.drafting.made_once import is_plain
 from hf_spec.methods.registry import Method
-from modeling_patches.weights import is_updated, output_bias, output_weight
+from hf_spec.modeling_patches.weights import is_updated, output_bias, output_weight
 
 #: Fields of an adapter's config or of another program's, and tensors by name.
 Files = tuple[dict[str, Any], dict[str, Tensor]]

@@ -48,7 +48,7 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
     if training:
         best = training.get("best") or {}
         distances = itertools.takewhile(lambda i: f"eval_top1_{i}" in best, itertools.count(1))
-        source = files("hub_cards") / "training.md"
+        source = files("hf_spec.hub_cards") / "training.md"
         trained = _render(source, training=training, distances=list(distances))
     acceptance = method.parse_options(options).acceptance
     card = ModelCard.from_template(
@@ -56,7 +56,7 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
             base_model=base_model if public else None, library_name="peft",
             pipeline_tag="text-generation", tags=["hf_spec", "speculative-decoding", method.name],
         ),
-        template_str=(files("hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),
+        template_str=(files("hf_spec.hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),
         install=INSTALL, title=repository.rpartition("/")[2], repository=repository,
         base_model=base_model, base_is_repository=public, method=method, **facts,
         lossless=ACCEPTANCE_RULES[acceptance], acceptance=acceptance,

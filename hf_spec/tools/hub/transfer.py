@@ -29,13 +29,13 @@ from hf_spec.adapters.layer import layer_of
 from hf_spec.core.checks import check_choice, explained, first_line
 from hf_spec.files import read_json, write_json
 from hf_spec.methods.registry import Method, methods
+from hf_spec.modeling_patches.fp8 import FP8, SCALES, dequantized
+from hf_spec.modeling_patches.weights import placement, renamed
 from hf_spec.tools.formats.tables import CONFIG as MODEL_CONFIG
 from hf_spec.tools.formats.tables import Reader, Writer, formats_of
 from hf_spec.tools.hub.card import write_card
 from hf_spec.tools.hub.folder import CONFIG, attached, is_repository, save_adapter, staging
 from hf_spec.tools.loading import model_without_weights
-from modeling_patches.fp8 import FP8, SCALES, dequantized
-from modeling_patches.weights import placement, renamed
 
 SAFE = ".safetensors"
 #: Suffixes of checkpoint files; a name that ends in one is no repository.

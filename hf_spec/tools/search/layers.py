@@ -20,6 +20,8 @@ import optuna
 from hf_spec.adapters.base_model import fingerprint
 from hf_spec.core.checks import check_same_settings, explained
 from hf_spec.core.memory import forget
+from hf_spec.modeling_patches.layer_skip import LayerSkipper
+from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.tools.bench.contenders import Contender, contender_of
 from hf_spec.tools.bench.environment import device_of
 from hf_spec.tools.bench.prompts import Prompt, encode_prompts
@@ -27,8 +29,6 @@ from hf_spec.tools.bench.results import BenchResult
 from hf_spec.tools.bench.runner import run
 from hf_spec.tools.bench.session import Session
 from hf_spec.tools.progress import progress_bar
-from modeling_patches.layer_skip import LayerSkipper
-from modeling_patches.modules import num_layers
 
 STRATEGY = "layer_skip"
 #: Optuna's storage, an append-only file of JSON lines in the output folder.

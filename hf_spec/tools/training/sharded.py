@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from modeling_patches.modules import decoder_layers
+from hf_spec.modeling_patches.modules import decoder_layers
 
 
 def gathered(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:

@@ -18,6 +18,7 @@ from hf_spec.decoding.selfcheck import check_tree_forward
 from hf_spec.drafting.draft_vocabulary import common_tokens
 from hf_spec.files import write_json, writing
 from hf_spec.methods.registry import Method
+from hf_spec.modeling_patches.support import check_model
 from hf_spec.tools.bench.environment import PACKAGES, device_name, package_version
 from hf_spec.tools.hub.card import TRAINING
 from hf_spec.tools.hub.folder import attached, save_adapter
@@ -34,7 +35,6 @@ from hf_spec.tools.training.dataset import split
 from hf_spec.tools.training.evaluation import EvalDecoding
 from hf_spec.tools.training.kept_states import kept_states
 from hf_spec.tools.training.sharded import gathered
-from modeling_patches.support import check_model
 
 logger = logging.getLogger(__name__)
 
