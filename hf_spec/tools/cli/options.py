@@ -47,8 +47,7 @@ PROMPTS = (
     "prompt, question or instruction, and optionally category"
 )
 Prompts = Annotated[
-    Path | None,
-    Option(help=f"{PROMPTS}.  [default: 24 that ship, four of each of six tasks]"),
+    Path | None, Option(help=f"{PROMPTS}.  [default: 24 of our own, four of each of six tasks]")
 ]
 Limit = Annotated[
     int | None, Option(min=1, help="Maximum number of prompts, spread evenly over categories.")

@@ -27,15 +27,13 @@ def train(
     context: Context,
     method: Annotated[str, Argument(help="What to train, such as medusa.")],
     model: Annotated[
-        str | None, Option(help="Base model: a folder, or a repository on the Hub. [required]")
+        str | None, Option(help="Base model: a folder, or a repository on the Hub. Needed.")
     ] = None,
     data: Annotated[
         Path | None,
-        Option(help="Folder of 'hf-spec distill', or prompts with answers, or ids. [required]"),
+        Option(help="Folder of 'hf-spec distill', or prompts with answers, or ids. Needed."),
     ] = None,
-    output: Annotated[
-        Path | None, Option("--output", "-o", help="Adapter folder. [required]")
-    ] = None,
+    output: Annotated[Path | None, Option("--output", "-o", help="Adapter folder. Needed.")] = None,
     adapter: Annotated[Path | None, Option(help="Adapter to go on from.")] = None,
     strategy_kwargs: opt.StoredKwargs = None,
     resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
