@@ -5,6 +5,7 @@ import html
 import importlib
 import json
 import re
+from collections.abc import Callable
 
 import models_page
 import pytest
@@ -93,7 +94,9 @@ def test_pictures_of_speeds_and_gains_show_what_the_benchmark_page_says() -> Non
     assert [text for text in shown if re.fullmatch(r"\d\.\d\d", text)] == bars
     gains, shown = figures.read_gains(page), texts("gain.svg")
     assert [*gains] == [text for text in shown if text in gains]
-    assert [f"{value:g}" for value in gains.values()] == [text for text in shown if text.isdigit()]
+    plain = gains[figures.BASELINE]
+    labels = [f"{value:g}  ({value / plain:.2f}x)" for value in gains.values()]
+    assert labels == [text for text in shown if text.endswith("x)")]
 
 
 def test_charts_show_what_their_tables_say() -> None:
@@ -110,14 +113,23 @@ def test_charts_show_what_their_tables_say() -> None:
         charts.read_table("text", "nothing")
 
 
-def test_the_readme_has_no_figure_that_the_benchmark_page_lacks() -> None:
+def test_the_readme_has_the_speeds_of_the_benchmark_page() -> None:
     readme = (DOCS.parent / "README.md").read_text()
-    benchmarks = (DOCS / "inside" / "benchmarks.md").read_text()
-    assert len(readme.splitlines()) <= 100
-    rows = re.findall(r"^\| .*x \|$", readme, re.MULTILINE)
-    figures = [figure for row in rows for figure in re.findall(r"\b(?:\d\.\d\dx|\d{2,3})\b", row)]
-    assert len(rows) == 3 and len(figures) == 10
-    assert all(figure in benchmarks for figure in figures)
+    page, read_table = (DOCS / "inside" / "benchmarks.md").read_text(), load_table_reader()
+    assert len(readme.splitlines()) <= 110
+    measured = {row[0]: row[2].split()[0] for row in read_table(page, "### bfloat16, with AMX")[1]}
+    shown = [(name, speed) for name, _, speed in read_table(readme, "does its own set-up")[1]]
+    strategies = {name: re.findall(r"\[(\w+)\]", name) for name, _ in shown}
+    assert sorted(sum(strategies.values(), ["plain"])) == sorted(registry.methods())
+    for name, speed in shown:
+        assert all(measured.get(one, "not measured") == speed for one in strategies[name])
+    gains = load_script("figures", SCRIPTS).read_gains(page)
+    ratio = gains["medusa, recorded"] / gains["generate, compiled"]
+    assert f"{ratio:.2f} times as fast as `generate` compiled by Transformers" in readme
+
+
+def load_table_reader() -> Callable[[str, str], tuple[list[str], list[list[str]]]]:
+    return load_script("charts", SCRIPTS).read_table
 
 
 def test_the_page_of_models_is_that_of_the_sweep() -> None:

@@ -82,11 +82,17 @@ def test_examples_run(page: Path, scope: dict[str, Any], tmp_path: Path) -> None
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each ``hf-spec`` command in the code blocks of a page."""
-    for block in re.findall(r"```(?:bash)?\n(.*?)```", text, re.DOTALL):
-        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
-            if line.startswith("hf-spec "):
-                yield shlex.split(line.replace("[", " ").replace("]", " "), comments=True)
+    """The words of each ``hf-spec`` command in the code blocks of a page, and in its lines."""
+    fenced = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
+    lines = [
+        line
+        for block in re.findall(r"```(?:bash)?\n(.*?)```", text, re.DOTALL)
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines()
+    ]
+    lines += re.findall(r"`(hf-spec [^`]+ --[^`]+)`", fenced.sub("", text))
+    for line in lines:
+        if line.startswith("hf-spec "):
+            yield shlex.split(line.replace("[", " ").replace("]", " "), comments=True)
 
 
 def test_commands_have_the_options_that_pages_name() -> None:
@@ -98,7 +104,7 @@ def test_commands_have_the_options_that_pages_name() -> None:
             while hasattr(command, "commands"):
                 assert rest and rest[0] in command.commands, f"{page.name}: {words}"
                 command, rest = command.commands[rest[0]], rest[1:]
-            known = {name for parameter in command.params for name in parameter.opts}
+            known = {"--help", *(name for parameter in command.params for name in parameter.opts)}
             if command.name == "train":  # whose fields are options, too
                 known |= {f"--{name.replace('_', '-')}" for name in fields_of(rest[0])}
             given = {word for word in rest if re.match(r"--?[a-z]", word)}
@@ -109,9 +115,12 @@ def test_commands_have_the_options_that_pages_name() -> None:
 
 
 def fields_of(method: str) -> set[str]:
-    """Of the adapter's config and of the training arguments."""
+    """Of the adapter's config, or of all such configs for METHOD, and of the training arguments."""
     from hf_spec.methods.registry import methods
     from hf_spec.tools.training.arguments import SpecArguments
 
-    config = methods()[method].adapter_config if method in methods() else None
-    return {*SpecArguments.__dataclass_fields__, *getattr(config, "__dataclass_fields__", ())}
+    named = [methods()[method]] if method in methods() else methods().values()
+    fields = {*SpecArguments.__dataclass_fields__}
+    for one in named:
+        fields |= {*getattr(one.adapter_config, "__dataclass_fields__", ())}
+    return fields

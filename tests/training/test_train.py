@@ -149,7 +149,11 @@ def test_the_plain_script_does_the_same(tmp_path, monkeypatch):
     base, data = save_checkpoint(tmp_path / "base"), tmp_path / "data"
     data.mkdir()
     answers().to_parquet(data / "answers.parquet")
-    names = {"Qwen/Qwen3-0.6B": str(base), "./answers": str(data), "./bita": str(tmp_path / "one")}
+    names = {
+        "Qwen/Qwen3-0.6B": str(base),
+        "./answers": str(data),
+        "./medusa": str(tmp_path / "one"),
+    }
     for name, real in names.items():
         assert name in script
         script = script.replace(name, real)
@@ -160,7 +164,7 @@ def test_the_plain_script_does_the_same(tmp_path, monkeypatch):
         draft_vocab_size=0,
     )  # fmt: skip
     options += ["--train-sampling-strategy", "random"]
-    assert cli.main(["train", "bita", *options, "--output", str(tmp_path / "two")]) == 0
+    assert cli.main(["train", "medusa", *options, "--output", str(tmp_path / "two")]) == 0
     assert same(weights(tmp_path / "one"), weights(tmp_path / "two"))
 
 

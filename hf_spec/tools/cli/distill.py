@@ -22,7 +22,10 @@ Prompts = Annotated[
 ]
 Limit = Annotated[
     int | None,
-    Option(min=1, help=f"Most prompts, over all categories; {OWN:,} if the model writes them."),
+    Option(
+        min=1,
+        help=f"Prompts at most, over all categories; {OWN:,} if the model writes them.",
+    ),
 ]
 Strategy = Annotated[
     str | None,

@@ -78,7 +78,7 @@ def import_(
     ] = None,
     config: Annotated[
         str | None,
-        Option(help="Fields of its config that the files do not say, or wrongly: a JSON object."),
+        Option(help="Fields of its config that the files lack or have wrong: a JSON object."),
     ] = None,
     strategy_kwargs: opt.StoredKwargs = None,
 ) -> None:

@@ -21,7 +21,7 @@ def serve(
     ] = None,
     do_sample: Annotated[
         bool | None,
-        Option("--do-sample/--greedy", help="Unless their temperature is 0.  [default: model's]"),
+        Option("--do-sample/--greedy", help="Whether requests sample.  [default: model's]"),
     ] = None,
 ) -> None:
     """Run 'transformers serve' with adapters and a strategy.

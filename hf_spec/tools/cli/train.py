@@ -25,7 +25,7 @@ FEW_ANSWERS = (
 
 def train(
     context: Context,
-    method: Annotated[str, Argument(help="What to train, such as bita.")],
+    method: Annotated[str, Argument(help="What to train, such as medusa.")],
     model: Annotated[
         str | None, Option(help="Base model: a folder, or a repository on the Hub. Needed.")
     ] = None,
@@ -44,8 +44,8 @@ def train(
     """Train an adapter on answers that the base model gave.
 
     There are three kinds of further options. 'hf-spec train METHOD --help' lists the fields of the
-    method's adapter config (--num-mask-tokens 4), and --held-out, --max-length and others. Every
-    field of transformers.TrainingArguments is an option, too (--max-steps, --num-train-epochs,
+    method's adapter config (--num-heads 3), and --held-out, --max-length and others. Every
+    field of transformers.TrainingArguments is also an option (--max-steps, --num-train-epochs,
     --learning-rate, --per-device-train-batch-size, --seed, --eval-steps, --report-to tensorboard);
     --optim may also be muon. Training uses transformers' Trainer, so 'accelerate launch' runs it on
     several devices. Each evaluation decodes held-out prompts. The checkpoint of the largest tau is
@@ -54,11 +54,11 @@ def train(
 
     \b
     Examples:
-      hf-spec train bita --model Qwen/Qwen3-0.6B --data ./answers --output ./bita
-      hf-spec train bita --help
-      hf-spec train bita --model M --data D --output ./bita --num-mask-tokens 4 --max-steps 400
-      hf-spec train bita --model M --data D --output ./bita --resume --report-to tensorboard
-      hf-spec train bita --adapter ./bita --model M --data D2 --output ./bita-2
+      hf-spec train medusa --model Qwen/Qwen3-0.6B --data ./answers --output ./medusa
+      hf-spec train medusa --help
+      hf-spec train medusa --model M --data D --output ./medusa --num-heads 3 --max-steps 400
+      hf-spec train medusa --model M --data D --output ./medusa --resume --report-to tensorboard
+      hf-spec train medusa --adapter ./medusa --model M --data D2 --output ./medusa-2
     """
     from hf_spec.tools.training import arguments as given
 

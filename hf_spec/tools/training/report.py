@@ -86,7 +86,7 @@ def outcome(record: Mapping[str, Any]) -> list[str]:
     ]
     if best is not None:
         lines.append(
-            f"tau {best['eval_tau']:.2f} on held-out prompts, at step {best['step']:,}: so many "
-            "tokens per step of the model, where every step drafts"
+            f"tau {best['eval_tau']:.2f} on held-out prompts, after {best['step']:,} steps: "
+            "tokens per forward pass if every pass drafts"
         )
     return lines
