@@ -137,7 +137,8 @@ class DraftVocabulary(Holds):
         head = self.model.get_output_embeddings()
 
         def make() -> _Rows:
-            tokens, known = self._tokens, vocab_size(self.model)
+            # Not itself, which owns what is made.
+            tokens, known = self._tokens.detach(), vocab_size(self.model)
             check_tokens(tokens, known)
             if self._weight is not None:
                 return _Rows(tokens.to(self._weight.device), self._weight.detach(), None)
