@@ -166,6 +166,9 @@ def test_folders_of_named_adapters_change(
     tokens(model, "ppd", adapter=str(folders[0]))
     found = find_active(model, "PPD", str(folders[0])).tensors().values()
     assert all((one == 0.5).all() for one in found if one.is_floating_point())
+    model.resize_token_embeddings(40)
+    with pytest.raises(ValueError, match="vocab_size"):
+        tokens(model, "ppd", adapter=str(folders[0]))
     shutil.rmtree(folders[0])
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         tokens(model, "ppd", adapter=str(folders[0]))

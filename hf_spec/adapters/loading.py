@@ -9,7 +9,7 @@ every load pass `SpecTuner._remap_adapter_state_dict_for_load`, which checks the
 import dataclasses
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from hf_spec.core.memory import locked, memory
 from hf_spec.files import is_path
 from hf_spec.modeling_patches.modules import unwrapped
 from hf_spec.modeling_patches.patch_method import patch_method
-from hf_spec.modeling_patches.weights import placement
+from hf_spec.modeling_patches.weights import placement, vocabulary
 
 
 @patch_method(PeftModel, "from_pretrained")
@@ -100,14 +100,13 @@ def load_directly(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 #: Adapters kept for a model that calls have named: those that were named last.
 NAMED = 4
-#: What a folder's files are told apart by; None for a repository, which is read once.
-_State = tuple[tuple[int, ...], ...] | None
 
 
 def load_unattached(base: Any, place: str) -> Adapter:
     """An adapter that drafts for a base model without being attached to it.
 
-    It is read once, and again when the files of a folder have changed. :data:`NAMED` are kept.
+    It is read once, and again when the files of a folder, or the model's vocabulary, have changed.
+    :data:`NAMED` are kept.
 
     Args:
         place: its folder, or its repository on the Hub.
@@ -115,7 +114,7 @@ def load_unattached(base: Any, place: str) -> Adapter:
     Raises:
         ValueError: it is none of hf_spec, it changes the base's weights, or its files are broken.
     """
-    state = _state(place)
+    state = _state(base, place)
     adapter = _known(base, place, state)
     if adapter is None:
         adapter = _keep(base, place, state, _read_unattached(base, place))
@@ -123,20 +122,19 @@ def load_unattached(base: Any, place: str) -> Adapter:
     return adapter.to(device, dtype)
 
 
-def _state(place: str) -> _State:
-    if not os.path.isdir(place):
-        return None
+def _state(base: Any, place: str) -> Hashable:
+    """What a read adapter is for: the size of the vocabulary, and the files of a folder."""
     files = []
     for name in (CONFIG_NAME, WEIGHTS):
         with suppress(OSError):
             found = os.stat(os.path.join(place, name))
             numbers = found.st_dev, found.st_ino, found.st_size
             files.append((*numbers, found.st_mtime_ns, found.st_ctime_ns))
-    return tuple(files)
+    return vocabulary(base), tuple(files)
 
 
 @locked
-def _known(base: Any, place: str, state: _State) -> Adapter | None:
+def _known(base: Any, place: str, state: Hashable) -> Adapter | None:
     """An adapter that was read from these files; if there is none, those of files that have changed
     since, or are gone, are dropped."""
     kept = memory(base).setdefault(load_unattached, {})
@@ -144,13 +142,13 @@ def _known(base: Any, place: str, state: _State) -> Adapter | None:
         kept[place] = kept.pop(place)  # the last in order
         adapter: Adapter = kept[place][1]
         return adapter
-    for name in [name for name, (before, _) in kept.items() if before != _state(name)]:
+    for name in [name for name, (before, _) in kept.items() if before != _state(base, name)]:
         del kept[name]
     return None
 
 
 @locked
-def _keep(base: Any, place: str, state: _State, adapter: Adapter) -> Adapter:
+def _keep(base: Any, place: str, state: Hashable, adapter: Adapter) -> Adapter:
     """Keep an adapter; returns that of another thread if this was faster."""
     known = _known(base, place, state)
     if known is not None:

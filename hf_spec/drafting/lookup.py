@@ -52,6 +52,7 @@ class History:
             known += [*answer, END]  # before they are indexed
         if len(known) > 2 * self.size:
             known, index = known[-self.size :], NgramIndex(1, HISTORY_NGRAM)
+        self._parts = [], NgramIndex(1, HISTORY_NGRAM)  # if what follows is interrupted
         index.update(known)
         self._parts = known, index
 

@@ -109,6 +109,23 @@ def test_the_oldest_answers_are_dropped() -> None:
     assert found(history, [100]) == []
 
 
+def test_an_interrupt_leaves_no_half_of_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose places would lead nowhere, or in a circle."""
+    history = History(100)
+    history.add([[1, 2, 3]])
+
+    class Interrupting(dict[Any, int]):
+        def __setitem__(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+    _, index = history._parts
+    monkeypatch.setitem(index._last, 3, Interrupting(index._last[3]))
+    with pytest.raises(KeyboardInterrupt):
+        history.add([[1, 2, 3, 4]])
+    history.add([[1, 2, 5]])
+    assert found(history, [1, 2]) == [[5]]
+
+
 @pytest.mark.parametrize("name", ["prompt_lookup", "layer_skip", "medusa"])
 def test_a_repeated_answer_takes_fewer_steps(name: str, fresh: Any) -> None:
     """And the output stays that of plain generation."""
