@@ -126,7 +126,7 @@ def _state(base: Any, place: str) -> Hashable:
     """What a read adapter is for: the size of the vocabulary, and the files of a folder."""
     files = []
     for name in (CONFIG_NAME, WEIGHTS):
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # which a name of no file is
             found = os.stat(os.path.join(place, name))
             numbers = found.st_dev, found.st_ino, found.st_size
             files.append((*numbers, found.st_mtime_ns, found.st_ctime_ns))
