@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 import time
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from transformers import CompileConfig, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_spec.core.checks import first_line
 from hf_spec.core.stats import SpecStats
 from hf_spec.decoding.outputs import last_stats
 from hf_spec.drafting.rollouts import RolloutHistory
@@ -61,8 +63,16 @@ class TRLCallback(TrainerCallback):
             self._history.load(place)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._history is not None:
-            self._history.save(_place(args, state))
+        if self._history is None:
+            return
+        place = _place(args, state)
+        try:
+            self._history.save(place)
+        except (OSError, sqlite3.Error) as error:  # for which no training should end
+            logger.warning(
+                "%s was not written (%s): a training that is resumed there begins without earlier "
+                "answers.", place, first_line(error),
+            )  # fmt: skip
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         stats = last_stats(self._model)

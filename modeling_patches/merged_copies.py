@@ -1,7 +1,6 @@
 """Lets linear modules compute with copies of their weights, in the forwards of some calls."""
 
-import threading
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_spec.modeling_patches.low_rank import Factors, LowRank, merged, unmergeable
 from hf_spec.modeling_patches.per_call import Changes, plain
 from hf_spec.modeling_patches.weights_version import made_anew
+from hf_spec.threads import Lock, cached_property
 
 
 class MergedCopies:
@@ -60,7 +60,7 @@ class MergedCopies:
 #: The copies of each update. They are not an attribute of it, so models are copied and pickled
 #: without them.
 _COPIES: WeakKeyDictionary[LowRank, Any] = WeakKeyDictionary()
-_COPYING = threading.Lock()
+_COPYING = Lock()
 
 
 def _copyable(module: Any, factors: Factors) -> bool:

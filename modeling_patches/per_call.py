@@ -12,7 +12,6 @@ uncompiled (:func:`step_aside`).
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from functools import partial
@@ -22,6 +21,8 @@ from weakref import ref
 import torch
 from torch import nn
 
+from hf_spec.threads import Lock
+
 #: ``hook(args, kwargs)`` returns both, changed, or None to keep them.
 Before = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | None]
 #: ``hook(args, kwargs, output)`` returns another output, or None to keep it.
@@ -29,7 +30,7 @@ After = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 logger = logging.getLogger(__name__)
 
-_installing = threading.Lock()
+_installing = Lock(awaited=True)
 
 
 class Changes:

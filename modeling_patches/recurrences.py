@@ -21,13 +21,14 @@ products are in float32.
 """
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
+
+from hf_spec.threads import cached_property
 
 #: 2^-160 is 0 in float32. Smaller logs would cost precision of their sums, and -inf gives NaN.
 LEAST = -160.0

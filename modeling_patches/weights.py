@@ -178,6 +178,19 @@ def output_features(model: Any) -> tuple[int, int]:
     return found
 
 
+def vocabulary(model: Any) -> int:
+    """Number of tokens that a model both reads and computes logits for: it can be shown these as
+    drafts, and no others."""
+    embeddings, head = in_use(model.get_input_embeddings()), in_use(model.get_output_embeddings())
+    read: int = (
+        embeddings.num_embeddings
+        if isinstance(embeddings, nn.Embedding)
+        else model.config.get_text_config(decoder=True).vocab_size
+    )
+    found = None if head is None else features(head)
+    return read if found is None else min(read, found[1])
+
+
 def output_dtype(model: Any) -> torch.dtype | None:
     """The dtype of the output embeddings' weight; None if they have none, or a quantized one."""
     weight = getattr(in_use(model.get_output_embeddings()), "weight", None)

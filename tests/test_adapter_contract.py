@@ -19,7 +19,7 @@ from covering import covering
 from method_variants import SHARED, VARIANTS, Variants
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from running import configured, drafting
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_checkpoint import make_model
 from torch import Tensor
 from torch.nn import functional
@@ -27,7 +27,9 @@ from trained import TRAININGS
 from transformers import AutoModelForCausalLM
 
 import hf_spec
+from hf_spec.adapters import loading
 from hf_spec.adapters.active import find_active
+from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
 from hf_spec.adapters.predicting import PredictingConfig
 from hf_spec.drafting.forward_drafter import ForwardDrafter
 from hf_spec.methods.registry import methods
@@ -117,10 +119,59 @@ def test_named_by_a_call(base_path: str, tmp_path: Path, name: str, kind: str) -
         assert ours.accepted_histogram == theirs.accepted_histogram
     now = {key: (one.data_ptr(), one.requires_grad) for key, one in model.named_parameters()}
     assert now == before and not hasattr(model, "peft_config") and not model._hf_peft_config_loaded
-    dead = weakref.ref(model)
+    named = find_active(model, config_of(name).type_name, str(tmp_path))
+    dead = [weakref.ref(one) for one in (named, *named.parameters(), *named.buffers())]
+    del named
+    (tmp_path / "adapter_config.json").unlink()
+    with pytest.raises(ValueError, match="cannot read adapter="):
+        tokens(model, name, adapter=str(tmp_path))
+    gc.collect()
+    assert not [one for one in dead if one() is not None], "what is kept for a folder follows it"
+    gone = weakref.ref(model)
     del model
     gc.collect()
-    assert dead() is None, "what is kept for a model does not keep it"
+    assert gone() is None, "what is kept for a model does not keep it"
+
+
+def test_folders_of_named_adapters_change(
+    base_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read again then, and some are kept."""
+    read, folders = [], [tmp_path / str(number) for number in range(loading.NAMED + 1)]
+
+    def counted(path: Path) -> Any:
+        read.append(path.parent)
+        return read_weights(path)
+
+    monkeypatch.setattr(loading, "read_weights", counted)
+    model = load(base_path)
+    for number, folder in enumerate(folders):
+        get_peft_model(load(base_path), config_of("medusa")).save_pretrained(folder)
+        for _ in range(2):
+            tokens(model, "medusa", adapter=str(folder))
+        tokens(model, "medusa", adapter=str(folders[0]))  # is not the one that goes
+        assert read == folders[: number + 1]
+    tokens(model, "medusa", adapter=str(folders[1]))
+    assert read.pop() == folders[1] and read == folders, "it was dropped"
+    attached = load(base_path)
+    added(attached, "ppd")
+    shutil.rmtree(folders[0])
+    attached.save_pretrained(folders[0])
+    check_same(model, drafting("ppd", adapter=str(folders[0])), **ragged(), **GREEDY)
+    with pytest.raises(ValueError, match="is of type PPD, one of MEDUSA is needed"):
+        tokens(model, "medusa", adapter=str(folders[0]))
+    weights = load_file(folders[0] / WEIGHTS)
+    floats = [name for name, one in weights.items() if one.is_floating_point()]
+    save_file(weights | {name: weights[name].fill_(0.5) for name in floats}, folders[0] / WEIGHTS)
+    tokens(model, "ppd", adapter=str(folders[0]))
+    found = find_active(model, "PPD", str(folders[0])).tensors().values()
+    assert all((one == 0.5).all() for one in found if one.is_floating_point())
+    model.resize_token_embeddings(40)
+    with pytest.raises(ValueError, match="vocab_size"):
+        tokens(model, "ppd", adapter=str(folders[0]))
+    shutil.rmtree(folders[0])
+    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+        tokens(model, "ppd", adapter=str(folders[0]))
 
 
 def test_names_of_adapters_that_do_not_fit(base_path: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from transformers.trainer_utils import IntervalStrategy
 from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats
 from hf_spec.drafting.rollouts import RolloutHistory
+from hf_spec.files import NoRoom
 from hf_spec.integrations import TRLCallback
 
 
@@ -86,6 +87,20 @@ def test_answers_are_saved_with_checkpoints(trainer: Any, tmp_path: Path) -> Non
     assert len({prompt for prompt, _ in resumed}) == 1, "prompt(7)'s came after the checkpoint"
     written = answers(tmp_path / "checkpoint-2" / "rollout_history_0.sqlite")
     assert [size for _, size in written] == [size for _, size in resumed] == [24, 24]
+
+
+def test_a_checkpoint_without_room_for_answers(trainer: Any, caplog: Any, monkeypatch: Any) -> None:
+    """Is written without them, and the training goes on."""
+    trainer.args.save_strategy, trainer.args.save_steps = IntervalStrategy.STEPS, 1
+    trainer.add_callback(TRLCallback(trainer, history=RolloutHistory()))
+
+    def full(*_: Any) -> None:
+        raise NoRoom("no space left on device")
+
+    monkeypatch.setattr(RolloutHistory, "save", full)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert "rollout_history_0.sqlite was not written (no space left on device)" in caplog.text
 
 
 def answers(path: Path) -> list[tuple[bytes, int]]:

@@ -8,7 +8,6 @@ import sys
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from hf_spec import RolloutHistory
 from hf_spec.integrations import TRLCallback
 
 PROMPTS = [f"Name {number} animals, separated by commas." for number in range(2, 10)]
@@ -35,8 +34,9 @@ def train(model, output_dir: str, **settings):
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
         args=GRPOConfig(output_dir=output_dir, **settings),
     )
-    # Logs what rollouts gain; from the second epoch on, answers of the one before draft.
-    trainer.add_callback(TRLCallback(trainer, history=RolloutHistory()))
+    # Logs what rollouts gain. With history=hf_spec.RolloutHistory(), answers of the epoch before
+    # draft, too; rollouts then share random numbers with these (docs/guides/rollouts.md).
+    trainer.add_callback(TRLCallback(trainer))
     trainer.train()
     return trainer
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import configparser
 import dataclasses
-import functools
 import html
 import inspect
 import json
@@ -30,13 +29,14 @@ from mkdocs.structure.files import File, Files
 
 import hf_spec
 from hf_spec.core.checks import said_of
+from hf_spec.threads import cached_property
 from hf_spec.tools.cli.main import app
 
 log = logging.getLogger("mkdocs.hooks.hf_spec")  # warnings of this logger fail a strict build
 ROOT = Path(__file__).parents[2]
 WIDTH = 96
 MEMBERS = (
-    types.FunctionType, classmethod, staticmethod, property, functools.cached_property,
+    types.FunctionType, classmethod, staticmethod, property, cached_property,
 )  # fmt: skip
 #: Columns of tables that are lists on phones.
 LISTED = 5

@@ -8,18 +8,21 @@ every load pass `SpecTuner._remap_adapter_state_dict_for_load`, which checks the
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftConfig, PeftModel, inject_adapter_in_model
+from peft.utils import CONFIG_NAME
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from hf_spec.adapters.checkpoint import (
     PEFT_PREFIX,
+    WEIGHTS,
     Origin,
     check_weights,
     read_weights,
@@ -33,7 +36,7 @@ from hf_spec.core.memory import locked, memory
 from hf_spec.files import is_path
 from hf_spec.modeling_patches.modules import unwrapped
 from hf_spec.modeling_patches.patch_method import patch_method
-from hf_spec.modeling_patches.weights import placement
+from hf_spec.modeling_patches.weights import placement, vocabulary
 
 
 @patch_method(PeftModel, "from_pretrained")
@@ -95,9 +98,15 @@ def load_directly(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return LoadStateDictInfo(**{field: lists.get(field, set()) for field in fields})
 
 
-@locked
+#: Adapters kept for a model that calls have named: those that were named last.
+NAMED = 4
+
+
 def load_unattached(base: Any, place: str) -> Adapter:
-    """An adapter that drafts for a base model without being attached to it; read once.
+    """An adapter that drafts for a base model without being attached to it.
+
+    It is read once, and again when the files of a folder, or the model's vocabulary, have changed.
+    :data:`NAMED` are kept.
 
     Args:
         place: its folder, or its repository on the Hub.
@@ -105,36 +114,80 @@ def load_unattached(base: Any, place: str) -> Adapter:
     Raises:
         ValueError: it is none of hf_spec, it changes the base's weights, or its files are broken.
     """
-    known, key = memory(base), (load_unattached, place)
-    if key not in known:
-        _check_there(f"adapter={place!r}", place)
-        origin = _origin(place, {})
-        with explained(f"cannot read adapter={place!r}", ValueError, OSError, TypeError, KeyError):
-            config = _read_config(origin)
-        kind = str(getattr(config.peft_type, "value", config.peft_type))
-        remedy = "Attach it with model.load_adapter(...)"
-        if not isinstance(config, SpecPeftConfig):
-            raise ValueError(f"adapter={place!r} is of type {kind}: it drafts nothing. {remedy}.")
-        if config.changes_model:
-            raise ValueError(
-                f"adapter={place!r} is of type {kind} and changes the model's weights, which no "
-                f"call does. {remedy}, and leave adapter out."
-            )
-        config.inference_mode = True
-        config.check_base(base)
-        tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
-        adapter = tuner.adapter_class.build(config, base).eval()
-        own = {name_on_disk(kind, name): one for name, one in adapter.state_dict().items()}
-        stored = read_weights(origin.weights())
-        stored = {name.removeprefix(PEFT_PREFIX): one for name, one in stored.items()}
-        check_weights(kind, stored, own, placement(base).dtype)
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(stored[name])
-        adapter.requires_grad_(False)
-        adapter.name, adapter.origin, known[key] = place, origin, adapter
+    state = _state(base, place)
+    adapter = _known(base, place, state)
+    if adapter is None:
+        adapter = _keep(base, place, state, _read_unattached(base, place))
     device, dtype = placement(base)  # the base may have moved since
-    return known[key].to(device, dtype)
+    return adapter.to(device, dtype)
+
+
+def _state(base: Any, place: str) -> Hashable:
+    """What a read adapter is for: the size of the vocabulary, and the files of a folder."""
+    files = []
+    for name in (CONFIG_NAME, WEIGHTS):
+        with suppress(OSError, ValueError):  # which a name of no file is
+            found = os.stat(os.path.join(place, name))
+            numbers = found.st_dev, found.st_ino, found.st_size
+            files.append((*numbers, found.st_mtime_ns, found.st_ctime_ns))
+    return vocabulary(base), tuple(files)
+
+
+@locked
+def _known(base: Any, place: str, state: Hashable) -> Adapter | None:
+    """An adapter that was read from these files; if there is none, those of files that have changed
+    since, or are gone, are dropped."""
+    kept = memory(base).setdefault(load_unattached, {})
+    if place in kept and kept[place][0] == state:
+        kept[place] = kept.pop(place)  # the last in order
+        adapter: Adapter = kept[place][1]
+        return adapter
+    for name in [name for name, (before, _) in kept.items() if before != _state(base, name)]:
+        del kept[name]
+    return None
+
+
+@locked
+def _keep(base: Any, place: str, state: Hashable, adapter: Adapter) -> Adapter:
+    """Keep an adapter; returns that of another thread if this was faster."""
+    known = _known(base, place, state)
+    if known is not None:
+        return known
+    kept = memory(base)[load_unattached]
+    kept[place] = state, adapter
+    for name in [*kept][:-NAMED]:
+        del kept[name]
+    return adapter
+
+
+def _read_unattached(base: Any, place: str) -> Adapter:
+    _check_there(f"adapter={place!r}", place)
+    origin = _origin(place, {})
+    with explained(f"cannot read adapter={place!r}", ValueError, OSError, TypeError, KeyError):
+        config = _read_config(origin)
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    remedy = "Attach it with model.load_adapter(...)"
+    if not isinstance(config, SpecPeftConfig):
+        raise ValueError(f"adapter={place!r} is of type {kind}: it drafts nothing. {remedy}.")
+    if config.changes_model:
+        raise ValueError(
+            f"adapter={place!r} is of type {kind} and changes the model's weights, which no "
+            f"call does. {remedy}, and leave adapter out."
+        )
+    config.inference_mode = True
+    config.check_base(base)
+    tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+    adapter: Adapter = tuner.adapter_class.build(config, base).eval()
+    own = {name_on_disk(kind, name): one for name, one in adapter.state_dict().items()}
+    stored = read_weights(origin.weights())
+    stored = {name.removeprefix(PEFT_PREFIX): one for name, one in stored.items()}
+    check_weights(kind, stored, own, placement(base).dtype)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(stored[name])
+    adapter.requires_grad_(False)
+    adapter.name, adapter.origin = place, origin
+    return adapter
 
 
 @contextmanager

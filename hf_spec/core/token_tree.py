@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
 from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_NODES
+from hf_spec.threads import cached_property
 
 
 @dataclass(frozen=True)

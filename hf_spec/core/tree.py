@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -23,6 +23,7 @@ from hf_spec.core.host_tree import HostTree, Row
 from hf_spec.core.probes import ProbeGroup, ProbeLayout
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.transfer import to_device
+from hf_spec.threads import cached_property
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from hf_spec.drafting.state import DecodeState
 from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.support import check_length
+from hf_spec.modeling_patches.weights import vocabulary
 from hf_spec.policy.step_policy import StepPolicy
 
 #: Share of the batch's rows that must have finished before it shrinks, so that forwards do not
@@ -116,7 +117,9 @@ def _after_prompt(
         prefilled = strategy.run(prompt.run)
     cache = prefilled.target.cache
     rows, context = cache.batch_size, max(cache.host_lengths).bit_length()
-    history = History.of(model, strategy.options.lookup_history)
+    history, lookups = History.of(model, strategy.options.lookup_history), None
+    if strategy.lookup:
+        lookups = BatchLookup(Limits(), sequences.tokens, history, vocabulary(model))
     policy = StepPolicy(
         watch.stats, strategy.learned, (rows, context, str(model.device)), strategy.timed
     )
@@ -124,7 +127,7 @@ def _after_prompt(
         model, drafter, prefilled.target, cache, sequences, root=cache.lengths,
         do_sample=strategy.samples, process=scorer, stats=watch.stats, timed=strategy.timed,
         draft_cost=policy.draft_cost, noise=acceptance.noise,
-        lookups=BatchLookup(Limits(), sequences.tokens, history) if strategy.lookup else None,
+        lookups=lookups,
         prompt_part=config.prefill_chunk_size or DecodeState.prompt_part,
     )  # fmt: skip
     steps = Steps(state, strategy, acceptance, policy, watch, owner, history, earlier)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers.generation import logits_process as stock
 from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.call_sequences import Sequences
+from hf_spec.threads import cached_property
 
 #: Most token ids of a processor that recorded code may contain. Of some more, from 18 to 60 by the
 #: size of the vocabulary, `torch.isin` sorts, for which the host waits.

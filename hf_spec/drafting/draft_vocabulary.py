@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from hf_spec.drafting.held import Holds
 from hf_spec.drafting.made_once import is_plain, made_once
 from hf_spec.model.hidden_states import linear_logits
 from hf_spec.modeling_patches.weights import is_updated, output_bias, output_features, output_weight
+from hf_spec.threads import cached_property
 
 #: Columns of output embeddings, quantized or with adapters of PEFT, that are read at once.
 AT_ONCE = 64
@@ -137,7 +137,8 @@ class DraftVocabulary(Holds):
         head = self.model.get_output_embeddings()
 
         def make() -> _Rows:
-            tokens, known = self._tokens, vocab_size(self.model)
+            # Not itself, which owns what is made.
+            tokens, known = self._tokens.detach(), vocab_size(self.model)
             check_tokens(tokens, known)
             if self._weight is not None:
                 return _Rows(tokens.to(self._weight.device), self._weight.detach(), None)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_spec.core.host_tree import HostTree, Row
+from hf_spec.core.limits import MAX_SIZE
 from hf_spec.core.memory import locked, recall
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
@@ -51,6 +52,7 @@ class History:
             known += [*answer, END]  # before they are indexed
         if len(known) > 2 * self.size:
             known, index = known[-self.size :], NgramIndex(1, HISTORY_NGRAM)
+        self._parts = [], NgramIndex(1, HISTORY_NGRAM)  # if what follows is interrupted
         index.update(known)
         self._parts = known, index
 
@@ -61,12 +63,15 @@ class SequenceLookup:
     Args:
         prompt: number of tokens of the sequence that are its prompt.
         others: what is searched beside the sequence itself.
+        vocabulary: number of tokens that the model has; no others are drafted.
     """
 
     def __init__(
-        self, limits: Limits, prompt: int = 0, others: Sequence[History | SequenceLookup] = ()
-    ):
+        self, limits: Limits, prompt: int = 0, others: Sequence[History | SequenceLookup] = (),
+        vocabulary: int = MAX_SIZE,
+    ):  # fmt: skip
         self.limits, self.prompt, self.others = limits, prompt, others
+        self.vocabulary = vocabulary
         self._tokens: list[int] = []
         self.index = NgramIndex(limits.min_ngram, limits.max_ngram)
         self.confidence = Confidence()
@@ -86,7 +91,7 @@ class SequenceLookup:
         self._longest = matches[0].size if matches else 0
         self._last = continuation_tree(
             tokens, matches, min(limits.max_depth, max_depth), limits.max_nodes, self.confidence,
-            limits.min_probability,
+            limits.min_probability, self.vocabulary,
         )  # fmt: skip
         return self._last
 
@@ -114,12 +119,14 @@ class BatchLookup:
 
     Args:
         prompts: the sequences before their first new token.
+        vocabulary: see :class:`SequenceLookup`.
     """
 
     def __init__(
-        self, limits: Limits, prompts: Sequence[Sequence[int]], history: History | None = None
-    ):
-        self.rows = [SequenceLookup(limits, len(prompt)) for prompt in prompts]
+        self, limits: Limits, prompts: Sequence[Sequence[int]], history: History | None = None,
+        vocabulary: int = MAX_SIZE,
+    ):  # fmt: skip
+        self.rows = [SequenceLookup(limits, len(one), vocabulary=vocabulary) for one in prompts]
         answers: dict[tuple[int, ...], list[SequenceLookup]] = {}
         for row, prompt in zip(self.rows, prompts):
             answers.setdefault(tuple(prompt), []).append(row)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +32,7 @@ from hf_spec.drafting.held import Holds
 from hf_spec.drafting.made_once import made_once
 from hf_spec.model.hidden_states import linear_logits
 from hf_spec.modeling_patches.weights import input_features, placement
+from hf_spec.threads import cached_property
 
 #: Tokens whose embeddings are projected at once.
 AT_ONCE = 8192

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from hf_spec.core.checks import count, number, setting
 from hf_spec.core.host_tree import Row
-from hf_spec.core.limits import MAX_DRAFT_TOKENS
+from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_SIZE
 
 #: Factor on a match's weight per token of its n-gram.
 WEIGHT_PER_NGRAM = 4.0
@@ -124,18 +124,21 @@ class Confidence:
 def continuation_tree(
     tokens: list[int], matches: Sequence[Match], max_depth: int, max_nodes: int,
     confidence: Confidence | None = None, min_probability: float = 0.0,
+    vocabulary: int = MAX_SIZE,
 ) -> Row:  # fmt: skip
     """Merge the continuations of the matches into one tree.
 
     A continuation that reaches the end of the sequence continues with its own first tokens, so that
-    a loop is continued to any depth; one in another source ends with its text. A node's probability
-    is the share of the matches that pass through it (longer n-grams and later positions count
-    more), times the ``confidence`` in such matches. The ``max_nodes`` most probable nodes are kept.
+    a loop is continued to any depth; one in another source ends with its text, and all before a
+    token that the model does not have. A node's probability is the share of the matches that pass
+    through it (longer n-grams and later positions count more), times the ``confidence`` in such
+    matches. The ``max_nodes`` most probable nodes are kept.
 
     Args:
         matches: from :meth:`NgramIndex.matches`, longest n-gram first.
         confidence: estimates learned so far; None for the initial ones.
         min_probability: draft tokens less probable than this are left out.
+        vocabulary: number of tokens that the model has.
 
     Returns:
         The tree, likeliest nodes first; its root has the sequence's last token.
@@ -160,10 +163,10 @@ def continuation_tree(
             place = end + depth - 1
             if source is not None:
                 token = source[place] if place < len(source) else END
-                if token == END:
-                    break
             else:
                 token = tokens[place if place < here else end + (depth - 1) % (here - end)]
+            if not 0 <= token < vocabulary:  # END, or of a prompt's images, of another model
+                break
             parent = children.setdefault((parent, token), len(probability))
             if parent == len(probability):
                 probability.append(0.0)

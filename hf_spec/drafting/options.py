@@ -69,7 +69,8 @@ class DraftOptions:
             (lossy).
         typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
         adapter: folder or repository of the adapter that drafts, in place of one attached by
-            ``load_adapter``: PEFT, training and saving do not see it. It is read once per model.
+            ``load_adapter``: PEFT, training and saving do not see it. It is read again when the
+            files of its folder have changed; a model keeps the 4 that were named last.
         history: a ``RolloutHistory``: first the earlier answers to the same prompts draft.
     """
 

@@ -11,25 +11,30 @@ alone, so that the distribution is that of plain sampling.
 
 from __future__ import annotations
 
+import logging
+import os
 import sqlite3
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from hf_spec.core.checks import check_count, check_range
+from hf_spec.core.checks import check_count, check_range, first_line
 from hf_spec.core.host_tree import Row
 from hf_spec.core.limits import MAX_HISTORY
-from hf_spec.core.memory import locked
+from hf_spec.core.memory import RUNNING, locked
 from hf_spec.drafting.made_once import is_plain
 from hf_spec.drafting.state import DecodeState
 from hf_spec.files import replacing
+from hf_spec.modeling_patches.weights import vocabulary
 from hf_spec.modeling_patches.weights_version import weights_version
 
 #: Tokens of a forward, of each row, which are all as wide as the widest, and of the batch: logits
@@ -56,8 +61,18 @@ create table if not exists answers (
 create index if not exists by_prompt on answers (prompt);
 create index if not exists by_seen on answers (seen);
 """
-#: Bytes of a token.
-BYTES = 4
+#: Number of tokens of the answers that are selected.
+_SIZE = "coalesce(sum(length(tokens)), 0) / 4"
+#: Finds an answer in a file that others have made.
+_STRANGE = """
+select id from answers where typeof(prompt) != 'blob' or typeof(seed) != 'integer'
+or typeof(seen) != 'integer' or typeof(tokens) != 'blob' or length(tokens) % 4 != 0
+or max(id, seen) > 1 << 60 limit 1
+"""
+#: Files that forked processes leave to their parents.
+_OF_PARENTS: list[sqlite3.Connection] = []
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -67,6 +82,11 @@ class _Answer:
     tokens: array[int]
     seed: int
     id: int | None = None
+
+    def within(self, vocabulary: int) -> _Answer:
+        """The answer up to the first token that a model of so many does not have."""
+        known = takewhile(lambda token: 0 <= token < vocabulary, self.tokens)
+        return replace(self, tokens=array("i", known))
 
 
 @dataclass(eq=False)
@@ -102,25 +122,25 @@ class RolloutHistory:
         check_count("max_tokens", self.max_tokens)
         check_range("fresh", self.fresh, 0.0, 1.0)
         check_range("lenience", self.lenience, 1.0, MAX_LENIENCE)
-        path, self._round = self.path, 0
+        self._round, self._last, self._warned = 0, 0, False
         self._weights: Hashable = None
-        try:  # threads take turns by `locked`
-            self._rows = sqlite3.connect(path or ":memory:", timeout=0, check_same_thread=False)
-            self._rows.execute("pragma locking_mode = exclusive")
-            self._rows.executescript(SCHEMA)
-            with self._rows:
-                self._rows.execute("update answers set round = -1")
-            self._count()
+        #: Of the calls that run.
+        self._taken: WeakSet[Earlier] = WeakSet()
+        #: Answers that were used, and that the file would not let go.
+        self._used: set[int] = set()
+        try:
+            self._open(self.path)
+            with self._rows as rows:
+                rows.execute("update answers set round = -1")
         except sqlite3.Error as error:
             raise ValueError(
-                f"path={str(path)!r}: must be a new file, or a history's that is not in use: "
+                f"path={str(self.path)!r}: must be a new file, or a history's that is not in use: "
                 f"{error}"
             ) from error
 
-    def to_dict(self) -> dict[str, Any]:
-        """The arguments, as a ``GenerationConfig`` prints and saves them."""
-        path = None if self.path is None else str(self.path)
-        return {item.name: getattr(self, item.name) for item in fields(self)} | {"path": path}
+    def to_dict(self) -> None:
+        """None, as which a ``GenerationConfig`` prints and saves it: whoever reads the file has no
+        answers."""
 
     def __deepcopy__(self, memo: Any) -> RolloutHistory:
         return self  # generate() copies its configuration
@@ -128,67 +148,120 @@ class RolloutHistory:
     def __reduce__(self) -> Any:  # trainers pickle their arguments; :meth:`save` keeps answers
         return type(self), (self.max_tokens, self.fresh, self.lenience)
 
-    def _count(self) -> None:
-        """Find the number of tokens, and the newest answer."""
-        count = "select coalesce(sum(length(tokens)), 0), coalesce(max(seen), 0) from answers"
-        size, self._seen = self._rows.execute(count).fetchone()
-        self._size = size // BYTES
+    def _open(self, path: str | Path | None) -> None:
+        self._process = os.getpid()
+        # Threads take turns by `locked`.
+        self._file = sqlite3.connect(path or ":memory:", timeout=0, check_same_thread=False)
+        self._file.execute("pragma locking_mode = exclusive")
+        self._file.executescript(SCHEMA)
+        if self._file.execute(_STRANGE).fetchone():
+            raise sqlite3.DataError("its answers are not as a history writes them")
+        self._count()
 
-    @locked
+    @property
+    def _rows(self) -> sqlite3.Connection:
+        if self.path is not None and self._process != os.getpid():
+            _OF_PARENTS.append(self._file)  # closed here, it would take the parent's journal away
+            self._warn("they are in a file of the process that this one was forked from")
+            self._open(None)
+        return self._file
+
+    def _warn(self, why: str) -> None:
+        """Say once that answers will not draft."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "%r: answers cannot be kept or read (%s), so they draft no later rollouts. Nothing "
+                "else is lost.", self, why,
+            )  # fmt: skip
+
+    def _count(self) -> None:
+        """Find the number of tokens, and the last number that an answer has."""
+        count = f"select {_SIZE}, coalesce(max(max(seen, id)), 0) from answers"
+        self._size, last = self._file.execute(count).fetchone()
+        self._last = max(self._last, last)
+
     def begin(
         self, model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device
     ) -> Earlier:
         """The earlier answers for a call with these prompts, whose random numbers are drawn on a
-        device."""
+        device. No other call is given them as long as the result exists."""
+        keys = [blake2b(array("i", prompt), digest_size=16).digest() for prompt in prompts]
+        with RUNNING:
+            seeds = torch.randint(2**48, (len(keys),), device=device).tolist()
+            fresh = (torch.rand(len(keys), device=device) < self.fresh).tolist()
+        return self._take(model, keys, seeds, fresh, list(map(len, prompts)))
+
+    @locked
+    def _take(
+        self, model: nn.Module, keys: list[bytes], seeds: list[int], fresh: list[bool],
+        prompts: list[int],
+    ) -> Earlier:  # fmt: skip
         trained = (x for x in model.parameters() if x.requires_grad)
         weights = weights_version([x for x in trained if is_plain(x)])
         self._round += weights != self._weights
         self._weights = weights
-        keys = [blake2b(array("i", prompt), digest_size=16).digest() for prompt in prompts]
-        seeds = torch.randint(2**48, (len(keys),), device=device).tolist()
-        fresh = (torch.rand(len(keys), device=device) < self.fresh).tolist()
-        left = {key: self._answers(key) for key in dict.fromkeys(keys)}
+        try:
+            left = {key: self._answers(key) for key in dict.fromkeys(keys)}
+        except sqlite3.Error as error:
+            self._warn(first_line(error))
+            left = {key: [] for key in keys}
         old = [left[key].pop(0) if left[key] else None for key in keys]
+        known = vocabulary(model)
         drafts = [
-            _Answer(array("i"), seed) if one is None or new else one
+            _Answer(array("i"), seed) if one is None or new else one.within(known)
             for one, seed, new in zip(old, seeds, fresh)
         ]
-        return Earlier(self, keys, old, drafts, list(map(len, prompts)))
+        earlier = Earlier(self, keys, old, drafts, prompts, self._round)
+        self._taken.add(earlier)
+        return earlier
 
     def _answers(self, key: bytes) -> list[_Answer]:
-        """Those to a prompt that other weights gave, the oldest first."""
+        """Those to a prompt that other weights gave, and no call has, the oldest first."""
+        taken = {one.id for call in self._taken for one in call.old if one is not None}
+        taken |= self._used
         rows = self._rows.execute(
             "select tokens, seed, id from answers where prompt = ? and round < ? order by id",
             (key, self._round),
         )
-        return [_Answer(array("i", tokens), *rest) for tokens, *rest in rows]
+        found = (_Answer(array("i", tokens), *rest) for tokens, *rest in rows)
+        return [one for one in found if one.id not in taken]
 
     @locked
     def add(self, earlier: Earlier, answers: Sequence[Sequence[int]]) -> None:
-        """Keep the answers of a call, in place of those that drafted them."""
-        with self._rows as rows:
-            for key, old, draft, answer in zip(earlier.keys, earlier.old, earlier.drafts, answers):
-                if old is not None:
-                    found = rows.execute("delete from answers where id = ?", (old.id,)).rowcount
-                    self._size -= found * len(old.tokens)
-                self._insert([(key, draft.seed, array("i", answer).tobytes())], self._round)
-                rows.execute("update answers set seen = ? where prompt = ?", (self._seen, key))
-                self._size += len(answer)
-            while self._size > self.max_tokens:
-                key = rows.execute("select prompt from answers order by seen limit 1").fetchone()
-                count = f"select sum(length(tokens)) / {BYTES} from answers where prompt = ?"
-                self._size -= rows.execute(count, key).fetchone()[0]
-                rows.execute("delete from answers where prompt = ?", key)
+        """Keep the answers of a call, in place of those that drafted them, if there is room."""
+        used = [one.id for one in earlier.old if one is not None and one.id is not None]
+        try:
+            with self._rows as rows:
+                size = self._size - self._drop([("id", id) for id in used])
+                for key, draft, answer in zip(earlier.keys, earlier.drafts, answers):
+                    self._insert([(key, draft.seed, array("i", answer).tobytes())], earlier.round)
+                    rows.execute("update answers set seen = ? where prompt = ?", (self._last, key))
+                    size += len(answer)
+                while size > self.max_tokens:
+                    oldest = rows.execute("select prompt from answers order by seen limit 1")
+                    size -= self._drop([("prompt", oldest.fetchone()[0])])
+            self._size = size  # not before it is written
+        except (sqlite3.Error, MemoryError) as error:
+            self._used.update(used)
+            self._warn(first_line(error))
+
+    def _drop(self, which: Iterable[tuple[str, Any]]) -> int:
+        """Drop answers by values of columns; returns the number of their tokens."""
+        size = 0
+        for column, value in which:
+            count = f"select {_SIZE} from answers where {column} = ?"
+            size += self._rows.execute(count, (value,)).fetchone()[0]
+            self._rows.execute(f"delete from answers where {column} = ?", (value,))
+        return size
 
     def _insert(self, answers: Iterable[tuple[bytes, int, bytes]], round: int = -1) -> None:
-        """Add prompts, seeds and tokens."""
+        """Add prompts, seeds and tokens, under numbers that no answer has had before."""
         for answer in answers:
-            self._seen += 1
-            values = (*answer, round, self._seen)
-            self._rows.execute(
-                "insert into answers (prompt, seed, tokens, round, seen) values (?, ?, ?, ?, ?)",
-                values,
-            )
+            self._last += 1
+            values = (self._last, *answer, round, self._last)
+            columns = "id, prompt, seed, tokens, round, seen"
+            self._rows.execute(f"insert into answers ({columns}) values (?, ?, ?, ?, ?, ?)", values)
 
     @locked
     def save(self, path: str | Path) -> None:
@@ -217,7 +290,7 @@ class RolloutHistory:
             self._count()
 
 
-@dataclass
+@dataclass(eq=False)
 class Earlier:
     """The earlier answers that draft a call.
 
@@ -227,6 +300,7 @@ class Earlier:
         old: the answer that each sequence replaces; None if it replaces none.
         drafts: what drafts each sequence; it has no tokens if nothing does.
         prompts: number of tokens of each prompt.
+        round: that of the weights.
     """
 
     history: RolloutHistory
@@ -234,6 +308,7 @@ class Earlier:
     old: list[_Answer | None]
     drafts: list[_Answer]
     prompts: list[int]
+    round: int
 
     @property
     def seeds(self) -> list[int]:

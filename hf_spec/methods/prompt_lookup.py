@@ -16,6 +16,7 @@ from hf_spec.drafting.ngram import Limits, NgramIndex, continuation_tree
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.drafting.state import DecodeState
 from hf_spec.methods.registry import Method
+from hf_spec.modeling_patches.weights import vocabulary
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class PromptLookupDrafter(Drafter):
 
     def start(self, state: DecodeState) -> None:
         history = History.of(state.model, self.options.lookup_history)
-        self.lookups = BatchLookup(self.options, state.tokens, history)
+        self.lookups = BatchLookup(self.options, state.tokens, history, vocabulary(state.model))
 
     def propose(self, state: DecodeState) -> Tree:
         rows = self.lookups.lookup(state.tokens, state.active, state.max_depth)
@@ -54,7 +55,10 @@ class PromptLookupDrafter(Drafter):
         tokens, depth = input_ids[0].tolist(), self.options.max_depth
         index = NgramIndex(self.options.min_ngram, self.options.max_ngram)
         index.update(tokens)
-        return continuation_tree(tokens, index.matches(tokens, 1), depth, depth).tokens[1:]
+        row = continuation_tree(
+            tokens, index.matches(tokens, 1), depth, depth, vocabulary=vocabulary(self.model)
+        )
+        return row.tokens[1:]
 
 
 METHOD = Method(

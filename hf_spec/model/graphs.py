@@ -16,7 +16,6 @@ equally likely: code that differs is made again, and refused if it goes on (:dat
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
@@ -51,6 +50,7 @@ from hf_spec.model.compilers import code_for, compiled_parts, options_of
 from hf_spec.model.rounding import difference, tolerance
 from hf_spec.modeling_patches.fingerprint import fingerprint
 from hf_spec.modeling_patches.weights import placement
+from hf_spec.threads import Lock
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class _Kept:
                 del self.graphs[key]
 
 
-_COMPILING = threading.RLock()
+_COMPILING = Lock()
 
 
 class Graphs:

@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import os
 import pickle
 import sqlite3
+from array import array
 from collections import Counter
 from contextlib import closing
 from functools import partial
@@ -207,6 +209,116 @@ def test_bounds_and_state(fresh: Tiny, tmp_path: Path) -> None:
     assert kept(rollout(model, again, one)) == 0
 
 
+@pytest.mark.parametrize("tokens", [(20, 8), (8, 20)])
+def test_calls_at_once_to_a_prompt(fresh: Tiny, tmp_path: Path, tokens: tuple[int, int]) -> None:
+    """Each has an answer of its own, and the bound holds, whichever call ends first."""
+    history, model, one = hf_spec.RolloutHistory(max_tokens=60), fresh("llama"), prompt(12)
+    rollout(model, history, one, max_new_tokens=8)
+    for _ in range(4):
+        change(model, 1e-7)
+        inside = Inside(partial(rollout, model, history, one, max_new_tokens=tokens[1]))
+        outer = rollout(model, history, one, max_new_tokens=tokens[0], streamer=inside)
+        answers = [output.sequences[0, 12:20].tolist() for output in (outer, inside.output)]
+        assert answers[0] != answers[1], "the same numbers twice"
+        kept_now = lengths(history, tmp_path / "answers")
+        assert history._size == sum(kept_now) <= 60 and {*tokens} <= {*kept_now}
+    before = lengths(history, tmp_path / "answers")
+    change(model, 1e-7)
+    with pytest.raises(RuntimeError, match="a call that fails"):
+        rollout(model, history, one, logits_processor=[Failing()])
+    gc.collect()
+    assert lengths(history, tmp_path / "answers") == before
+    assert kept(rollout(model, history, one)) > 0, "what a failed call had is free again"
+
+
+class Inside:
+    """A streamer that makes another call within the first one."""
+
+    def __init__(self, call: Any) -> None:
+        self.call, self.puts = call, 0
+
+    def put(self, _: Any) -> None:
+        self.puts += 1
+        if self.puts == 2:
+            self.output = self.call()
+
+    def end(self) -> None: ...
+
+
+class Failing:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a call that fails")
+
+
+def test_a_full_disk(fresh: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Costs no answer that a call gives, and is said once."""
+    path, model = tmp_path / "answers", fresh("llama")
+    history = hf_spec.RolloutHistory(path=path)
+    first = rollout(model, history, prompt(12))
+    pages = history._rows.execute("pragma page_count").fetchone()[0]
+    history._rows.execute(f"pragma max_page_count = {pages}")
+    change(model, 1e-7)
+    many, two = prompt(12, 1).expand(20, -1), prompt(12, 1).expand(2, -1)
+    for number in range(2):  # the old answer drafts once, though it cannot be replaced
+        ours = rollout(model, history, many, max_new_tokens=100)
+        assert ours.sequences.shape == (20, 112)
+        same = (ours.sequences[:, :36] == first.sequences).all(1).sum()
+        assert same == (number == 0)
+        assert history._size == sum(lengths(history, tmp_path / "others")) == 24
+    said = [one.getMessage() for one in caplog.records if "cannot be kept" in one.getMessage()]
+    assert len(said) == 1 and "is full" in said[0] and str(path) in said[0]
+    history._rows.execute("pragma max_page_count = 100000")
+    rollout(model, history, two)
+    assert lengths(history, tmp_path / "others") == [24, 24, 24], "there is room again"
+
+
+def test_a_file_that_cannot_be_read(
+    fresh: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, history = fresh("llama"), hf_spec.RolloutHistory(path=tmp_path / "answers")
+    history._rows.execute("drop table answers")
+    for _ in range(2):
+        assert rollout(model, history, prompt(12)).sequences.shape == (1, 36)
+    assert caplog.text.count("no such table") == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks")
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_forked_process_leaves_the_file_alone(fresh: Tiny, tmp_path: Path) -> None:
+    """It has answers of its own, in memory."""
+    model, place = fresh("llama"), tmp_path / "in the child"
+    history = hf_spec.RolloutHistory(path=tmp_path / "answers")
+    rollout(model, history, prompt(12))
+    earlier = history.begin(model, [[1, 2]], torch.device("cpu"))
+    if not (child := os.fork()):
+        try:
+            history.add(earlier, [[3, 4, 5]])
+            os._exit(lengths(history, place) != [3])
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert lengths(history, tmp_path / "others") == [24]
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "plain"])
+def test_answers_of_a_larger_vocabulary(fresh: Tiny, tmp_path: Path, name: str) -> None:
+    """Draft up to the first token that the model does not have."""
+    history, model = hf_spec.RolloutHistory(), fresh("llama")
+    greedy = {"do_sample": False, "temperature": None, "top_k": None}
+    answer = rollout(model, history, prompt(12), name, **greedy).sequences[0, 12:].tolist()
+    for unknown in (61, 2**31 - 1, -1, -100):
+        path = tmp_path / "answers"
+        history.save(path)
+        with closing(sqlite3.connect(path)) as file, file:
+            tokens = array("i", [*answer[:9], unknown, *answer[10:]]).tobytes()
+            file.execute("update answers set tokens = ?", (tokens,))
+        history.load(path)
+        ours = rollout(model, history, prompt(12), name, **greedy)
+        assert ours.sequences[0, 12:].tolist() == answer
+        assert ours.spec_stats.num_steps == 16 or name == "prompt_lookup"
+        change(model, 0.0)
+
+
 def test_answers_on_disk(fresh: Tiny, tmp_path: Path) -> None:
     """Are there after an interrupted process, and for one history at a time."""
     path, model = tmp_path / "answers", fresh("llama")
@@ -224,14 +336,21 @@ def test_answers_on_disk(fresh: Tiny, tmp_path: Path) -> None:
     assert lengths(again, tmp_path / "others") == [24]
 
 
-def test_a_config_is_printed_and_saved(tmp_path: Path) -> None:
-    """With the arguments; the answers are no part of it."""
-    history = hf_spec.RolloutHistory(fresh=0.25, path=tmp_path / "answers")
+def test_a_config_is_printed_and_saved(fresh: Tiny, tmp_path: Path) -> None:
+    """Without the history: a checkpoint of the training generates as any other."""
+    history, model = hf_spec.RolloutHistory(path=tmp_path / "answers"), fresh("llama")
     config = hf_spec.SpecConfig("plain", {"history": history})
-    assert '"fresh": 0.25' in repr(config)
+    assert '"history": null' in repr(config)
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"history=.*'fresh': 0.25.*give a hf_spec.RolloutHistory"):
-        hf_spec.SpecConfig.from_pretrained(tmp_path)
+    assert hf_spec.SpecConfig.from_pretrained(tmp_path).assistant_kwargs["history"] is None
+    model.generation_config.assistant_strategy = "prompt_lookup"
+    model.generation_config.assistant_kwargs = {"history": history, "max_depth": 3}
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert again.generation_config.assistant_kwargs["max_depth"] == 3
+    plain = generate(fresh("llama"), prompt(9), max_new_tokens=6)
+    assert torch.equal(generate(again, prompt(9), max_new_tokens=6).sequences, plain.sequences)
+    assert lengths(history, tmp_path / "others") == [], "the reloaded model has none"
 
 
 @pytest.mark.parametrize(
@@ -267,6 +386,20 @@ def test_a_file_without_answers(content: Any, fresh: Tiny, tmp_path: Path) -> No
 def test_bad_input(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hf_spec.RolloutHistory(**given)
+
+
+@pytest.mark.parametrize(
+    "values", ["1, 'text', 5, 1, 1, x'00000000'", "1, x'00', 'text', 1, 1, x'00000000'",
+               "1, x'00', 5, 1, 'text', x'00000000'", f"1, x'00', 5, 1, {2**62}, x'00000000'",
+               "1, x'00', 5, 1, 1, x'000000'", f"{2**63 - 1}, x'00', 5, 1, 1, x'00000000'"]
+)  # fmt: skip
+def test_a_file_of_others(values: str, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "answers")) as file, file:
+        file.execute("create table answers (id integer primary key, prompt, seed, round, seen, "
+                     "tokens)")  # fmt: skip
+        file.execute(f"insert into answers values ({values})")
+    with pytest.raises(ValueError, match="its answers are not as a history writes them"):
+        hf_spec.RolloutHistory(path=tmp_path / "answers")
 
 
 def test_bad_calls(fresh: Tiny) -> None:

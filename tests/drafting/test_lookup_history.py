@@ -6,15 +6,17 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 from adapter_oracle import lent
 from conftest import check_same, prompt, ragged
 from running import drafting
 
 import hf_spec
-from hf_spec.drafting.lookup import History, SequenceLookup
+from hf_spec.drafting.lookup import BatchLookup, History, SequenceLookup
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.options import DraftOptions
 from hf_spec.methods.registry import methods
+from hf_spec.modeling_patches.weights import vocabulary
 
 LONG = {"max_new_tokens": 40, "do_sample": False}
 
@@ -46,6 +48,47 @@ def test_a_draft_ends_with_the_answer_that_it_continues() -> None:
     assert lookup.lookup([8, 3], 9).tokens == [3]
 
 
+@pytest.mark.parametrize("unknown", [9, 10**6, -100])
+def test_a_draft_ends_before_a_token_that_the_model_does_not_have(unknown: int) -> None:
+    """Of an answer of another vocabulary, another row, or a prompt's image."""
+    history, ids = History(100), [1, 2, unknown, 3]
+    history.add([ids])
+    lookup = SequenceLookup(Limits(), others=[history], vocabulary=9)
+    assert lookup.lookup([8, 1], 9).tokens == [1, 2]
+    assert lookup.lookup([8, 1, 2], 9).tokens == [2]
+    batch = BatchLookup(Limits(), [[5], [5]], vocabulary=9)
+    assert [row.tokens for row in batch.lookup([[5, *ids], [5, 1]], [True] * 2, 9)] == [
+        [3], [1, 2]
+    ]  # fmt: skip
+    own = [*ids, 1]
+    assert BatchLookup(Limits(), [own], vocabulary=9).lookup([own], [True], 9)[0].tokens == [1, 2]
+    many = BatchLookup(Limits(), [own]).lookup([own], [True], 9)[0].tokens
+    assert many == [1, 2] if unknown < 0 else unknown in many
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "layer_skip"])
+def test_answers_of_a_larger_vocabulary(name: str, fresh: Any) -> None:
+    """As before ``resize_token_embeddings``."""
+    model, options = fresh("llama"), {"lookup_history": 2000}
+    if name == "layer_skip":
+        options |= {"lookup": True, "skip_attention": [0], "skip_mlp": [], "max_draft": 3}
+    for token in range(3, 9):
+        check_same(model, drafting(name, **options), torch.tensor([[5, 6, 7, token]]), **LONG)
+    model.resize_token_embeddings(20, mean_resizing=False)
+    for token in range(3, 19):
+        check_same(model, drafting(name, **options), torch.tensor([[token, 4, 5]]), **LONG)
+
+
+def test_tokens_that_a_model_has(fresh: Any) -> None:
+    """Embeddings and logits may be of different numbers of tokens."""
+    model = fresh("llama")
+    assert vocabulary(model) == 61
+    model.lm_head = torch.nn.Linear(model.lm_head.in_features, 57)
+    assert vocabulary(model) == 57
+    model.resize_token_embeddings(40)
+    assert vocabulary(model) == 40
+
+
 def test_the_sequence_itself_comes_before_answers() -> None:
     history = History(100)
     history.add([[5, 7]])
@@ -64,6 +107,23 @@ def test_the_oldest_answers_are_dropped() -> None:
         assert min(11 * (number + 1), 50) <= len(known) <= 100
         assert found(history, [100 + number])[0] == known[-10:-1]
     assert found(history, [100]) == []
+
+
+def test_an_interrupt_leaves_no_half_of_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose places would lead nowhere, or in a circle."""
+    history = History(100)
+    history.add([[1, 2, 3]])
+
+    class Interrupting(dict[Any, int]):
+        def __setitem__(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+    _, index = history._parts
+    monkeypatch.setitem(index._last, 3, Interrupting(index._last[3]))
+    with pytest.raises(KeyboardInterrupt):
+        history.add([[1, 2, 3, 4]])
+    history.add([[1, 2, 5]])
+    assert found(history, [1, 2]) == [[5]]
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup", "layer_skip", "medusa"])

@@ -142,8 +142,14 @@ def test_confidence_follows_what_was_accepted(seed: int) -> None:
         assert 0.0 < confidence.deeper <= 1.0
 
 
+#: As much of a model as drafting looks at: how many tokens it has.
+MODEL = SimpleNamespace(
+    get_input_embeddings=lambda: torch.nn.Embedding(9, 1), get_output_embeddings=lambda: None
+)
+
+
 def drafter(**options: float) -> PromptLookupDrafter:
-    return PromptLookupDrafter(model=None, options=PromptLookupOptions(**options))
+    return PromptLookupDrafter(model=MODEL, options=PromptLookupOptions(**options))
 
 
 def state_of(rows: list[list[int]], active: list[bool], max_depth: int) -> Any:
@@ -151,7 +157,7 @@ def state_of(rows: list[list[int]], active: list[bool], max_depth: int) -> Any:
     root = torch.tensor([row[-1] for row in rows])
     return SimpleNamespace(
         tokens=rows, active=active, max_depth=max_depth, root=root, batch_size=len(rows),
-        model=None,
+        model=MODEL,
     )  # fmt: skip
 
 

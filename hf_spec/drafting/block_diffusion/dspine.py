@@ -14,7 +14,6 @@ drafted token as p, and among the slot's likeliest tokens the logits of that sta
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from hf_spec.drafting.made_once import is_plain
 from hf_spec.drafting.markov_head import Remembered
 from hf_spec.model.hidden_states import shapes_logits
 from hf_spec.modeling_patches.weights import is_updated, output_bias, output_weight
+from hf_spec.threads import cached_property
 
 #: Name of the codes, one for each token.
 CODES = "transfer_codes"

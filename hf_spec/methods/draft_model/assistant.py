@@ -8,7 +8,7 @@ import torch
 
 from hf_spec.drafting.forward_drafter import ForwardDrafter, GrowOptions
 from hf_spec.drafting.options import key_of
-from hf_spec.modeling_patches.weights import input_features, placement
+from hf_spec.modeling_patches.weights import input_features, placement, vocabulary
 
 #: Rows by which the embeddings of models with the same tokenizer may differ: some are padded.
 PADDING = 1024
@@ -41,7 +41,7 @@ class AssistantDrafter(ForwardDrafter):
             )
         _check_tokenizer(model, assistant)
         self.assistant, self.beside = assistant, (assistant,)
-        known, wanted = input_features(assistant)[0], input_features(model)[0]
+        known, wanted = vocabulary(assistant), vocabulary(model)
         #: Tokens that both models have.
         self.shared = min(known, wanted)
         if self.shared != wanted:
