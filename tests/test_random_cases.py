@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("recorded")
 
 COUNT = 300 if os.environ.get(EVERY_CASE) else 12
 #: Of each kind of models; Hypothesis begins with the simplest one, which has no call.
-SEQUENCES = 40 if os.environ.get(EVERY_CASE) else 2
+SEQUENCES = 40 if os.environ.get(EVERY_CASE) else 3
 
 
 @pytest.mark.parametrize("number", range(COUNT))
