@@ -4,7 +4,8 @@ Each rank runs the same calls on its share of the weights. Choices by time or ra
 those of the first rank; otherwise the shapes of their forwards would differ.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,6 +96,17 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
     """Set the state to what :func:`random_state` gave."""
     module, which = _generators(device)
     module.set_rng_state(state, *which)
+
+
+@contextmanager
+def same_draws(device: torch.device) -> Iterator[None]:
+    """What is drawn after the block is what would have been drawn without it, here and on a CPU."""
+    states = {one: random_state(one) for one in (torch.device("cpu"), device)}
+    try:
+        yield
+    finally:
+        for one, state in states.items():
+            set_random_state(one, state)
 
 
 def _generators(device: torch.device) -> tuple[Any, tuple[Any, ...]]:

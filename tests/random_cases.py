@@ -469,7 +469,10 @@ def main(arguments: list[str] | None = None) -> int:
     if given.sequences is not None:
         import random_sequences  # which imports this module
 
-        return random_sequences.main(given.first, given.sequences, given.output)
+        if given.output is not None:
+            parser.error("--output: sequences have none; the first that fails is printed")
+        print(dict(random_sequences.play(given.sequences, given.first)))
+        return 0
     known = read(given.output, "number")
     numbers = range(given.first, given.first + given.count)
     cases = pairs(given.kinds) if given.pairs else (draw(one, given.kinds) for one in numbers)

@@ -174,6 +174,13 @@ def test_folders_of_named_adapters_change(
         tokens(model, "ppd", adapter=str(folders[0]))
 
 
+def test_reading_an_adapter_draws_no_numbers(base_path: str, tmp_path: Path) -> None:
+    """A seed gives the same tokens also in the first call that names it."""
+    get_peft_model(load(base_path), config_of("medusa")).save_pretrained(tmp_path)
+    spec = drafting("medusa", adapter=str(tmp_path))
+    check_same(load(base_path), spec, input_ids=prompt(), do_sample=True)
+
+
 def test_names_of_adapters_that_do_not_fit(base_path: str, tmp_path: Path) -> None:
     model = load(base_path)
     get_peft_model(load(base_path), config_of("medusa")).save_pretrained(tmp_path / "heads")

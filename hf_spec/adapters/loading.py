@@ -36,6 +36,7 @@ from hf_spec.core.memory import locked, memory
 from hf_spec.files import is_path
 from hf_spec.modeling_patches.modules import unwrapped
 from hf_spec.modeling_patches.patch_method import patch_method
+from hf_spec.modeling_patches.ranks import same_draws
 from hf_spec.modeling_patches.weights import placement, vocabulary
 
 
@@ -177,7 +178,8 @@ def _read_unattached(base: Any, place: str) -> Adapter:
     config.inference_mode = True
     config.check_base(base)
     tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
-    adapter: Adapter = tuner.adapter_class.build(config, base).eval()
+    with same_draws(placement(base).device):  # a call's seed is for its tokens
+        adapter: Adapter = tuner.adapter_class.build(config, base).eval()
     own = {name_on_disk(kind, name): one for name, one in adapter.state_dict().items()}
     stored = read_weights(origin.weights())
     stored = {name.removeprefix(PEFT_PREFIX): one for name, one in stored.items()}
