@@ -2,6 +2,7 @@
 
 import json
 
+from huggingface_hub import ModelCard
 from scripts import load_script
 from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_prompts
 
@@ -95,4 +96,7 @@ def test_the_published_adapters(tmp_path):
         assert (path.parent / "adapter_model.safetensors").stat().st_size <= 8e6
         base = json.loads(path.read_text())["base_model_name_or_path"]
         card = (path.parent / "README.md").read_text()
-        assert base.count("/") == 1 and f"base_model: {base}" in card
+        data = ModelCard(card).data
+        assert base.count("/") == 1 and (data.base_model, data.library_name) == (base, "hf_spec")
+        assert {one.metric_type for one in data.eval_results} >= {"tau", "speedup"}
+        assert f"| {data.eval_results[0].metric_value} |" in card

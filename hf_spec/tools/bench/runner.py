@@ -27,7 +27,7 @@ def run(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], contenders: Sequence[Contender], *,
     batch_sizes: Sequence[int] = (1,), max_new_tokens: int = 128, limit: int | None = None,
     generate_kwargs: Mapping[str, Any] | None = None, seed: int = 0, compiled: str | None = None,
-    synthetic: SyntheticRates | None = None,
+    synthetic: SyntheticRates | None = None, title: str = "benchmark",
     seen: Callable[[Measurement], None] | None = None,
 ) -> BenchResult:  # fmt: skip
     """Generate with plain decoding and every contender, and compare.
@@ -45,8 +45,8 @@ def run(
             and counted apart.
         synthetic: rates at which drafts are accepted, whatever they are; None to let the model
             decide. All calls then emit ``max_new_tokens``, and outputs are not compared.
-        seen: gets each measurement as it is made, before outputs are compared; None shows a
-            progress bar, which counts calls, without those that prepare.
+        title: of the progress bar, which counts calls, without those that prepare.
+        seen: gets each measurement as it is made, before outputs are compared, instead of the bar.
     """
     _check(prompts, contenders, batch_sizes, max_new_tokens, synthetic)
     contenders = [BASELINE, *contenders]
@@ -71,7 +71,7 @@ def run(
     calls, done = sum(len(turn.contenders) for turn in plan), 0
     rule = nullcontext() if synthetic is None else synthetic.of(model)
     opened = Session.open(model, tokenizer, options, contenders, synthetic is None)
-    with opened as session, rule, progress_bar("benchmark", seen is None) as progress:
+    with opened as session, rule, progress_bar(title, seen is None) as progress:
         try:
             session.warm_up(plan, token_ids)
             progress(0, calls)

@@ -30,8 +30,11 @@ def train(
         str | None, Option(help="Base model: a folder, or a repository on the Hub. Needed.")
     ] = None,
     data: Annotated[
-        Path | None,
-        Option(help="Folder of 'hf-spec distill', or prompts with answers, or ids. Needed."),
+        str | None,
+        Option(
+            help="Folder of 'hf-spec distill', or prompts with answers, or ids: a file, a folder, "
+            f"or {opt.BY_NAME}. Needed."
+        ),
     ] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="Adapter folder. Needed.")] = None,
     adapter: Annotated[Path | None, Option(help="Adapter to go on from.")] = None,
@@ -84,6 +87,7 @@ def train(
     given.spec_arguments(chosen, output, adapter_config, **arguments)
     check_writable(output)
 
+    from hf_spec.tools.data import hub_name
     from hf_spec.tools.training import train as work
     from hf_spec.tools.training.dataset import read_answers, read_provenance
 
@@ -96,6 +100,7 @@ def train(
         record = work.train(
             base, rows, method, output, config, arguments, options, resume,
             provenance=read_provenance(data), tokenizer=tokenizer, start=adapter,
+            dataset=hub_name(data),
         )  # fmt: skip
     if not record:  # not the main process
         return
