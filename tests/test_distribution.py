@@ -100,8 +100,9 @@ def imported(path: Path) -> set[str]:
 
 
 def required(lines: list[str]) -> set[str]:
-    """The modules of requirements, whose names differ from theirs by hyphens only."""
-    return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
+    """The modules of requirements; names differ by hyphens, with one exception."""
+    names = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
+    return {{"pyyaml": "yaml"}.get(name, name) for name in names}
 
 
 def test_what_is_imported_is_declared() -> None:

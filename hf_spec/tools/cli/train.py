@@ -12,6 +12,7 @@ from typer import Argument, Context, Option, echo
 from hf_spec.core.checks import nearest
 from hf_spec.tools.cli import options as opt
 from hf_spec.tools.cli.common import Command, check_writable, explained_interrupt, require
+from hf_spec.tools.cli.recipe import as_defaults, words
 from hf_spec.tools.loading import NATIVE, load_model
 
 #: Fewer answers than these are not enough, and what is said then; docs/guides/training.md.
@@ -25,7 +26,17 @@ FEW_ANSWERS = (
 
 def train(
     context: Context,
-    method: Annotated[str, Argument(help="What to train, such as bita.")],
+    method: Annotated[
+        str | None, Argument(help="What to train, such as medusa. Needed, here or in a recipe.")
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        Option(
+            callback=as_defaults,
+            is_eager=True,
+            help="YAML file with options, METHOD as method; those given here win.",
+        ),
+    ] = None,  # fmt: skip
     model: Annotated[
         str | None, Option(help="Base model: a folder, or a repository on the Hub. Needed.")
     ] = None,
@@ -62,17 +73,22 @@ def train(
       hf-spec train bita --model M --data D --output ./bita --num-mask-tokens 4 --max-steps 400
       hf-spec train bita --model M --data D --output ./bita --resume --report-to tensorboard
       hf-spec train bita --adapter ./bita --model M --data D2 --output ./bita-2
+      hf-spec train --recipe docs/recipes/qwen3-0.6b.yaml --data ./answers --output ./medusa
     """
+    if method is None:
+        raise ValueError("'hf-spec train' needs a METHOD, such as medusa, or --recipe with one")
+
     from hf_spec.tools.training import arguments as given
 
     chosen = given.trainable_method(method)
     fields = given.config_fields(chosen)
+    of_recipe = words(context, fields, argument_names())
     if not (model and data and output):
         needed = {"--model": model, "--data": data, "--output": output}
         missing = ", ".join(option for option, value in needed.items() if not value)
         raise ValueError(f"'hf-spec train {method}' needs {missing}")
     require("train", "accelerate", "datasets")
-    config, arguments = parse_options(context.args, method, fields)
+    config, arguments = parse_options([*of_recipe, *context.args], method, fields)
     if device is not None and device.partition(":")[2] not in ("", "0"):
         raise ValueError(
             f"--device {device}: a training takes the first GPU that it sees. Leave --device out, "
@@ -113,6 +129,13 @@ def train(
         echo(line)
     echo(f"adapter: {output}")
     echo(f"try: hf-spec bench --model {quote(str(model))} --adapter {quote(str(output))} --by-task")
+
+
+def argument_names() -> list[str]:
+    """Names of the options of every training."""
+    from hf_spec.tools.training.arguments import SpecArguments
+
+    return [field.name for field in dataclasses.fields(SpecArguments)]
 
 
 def _option(name: str) -> str:
