@@ -77,14 +77,12 @@ def _metadata(
     from huggingface_hub import ModelCardData
 
     results = _eval_results(figures) if figures else []
-    named = (
-        {"model_name": repository.rpartition("/")[2], "eval_results": results} if results else {}
-    )
-    related = {} if base_model is None else {"base_model_relation": "adapter"}
+    named: dict[str, Any] = {"model_name": repository.rpartition("/")[2], "eval_results": results}
+    related: dict[str, Any] = {} if base_model is None else {"base_model_relation": "adapter"}
     return ModelCardData(
         base_model=base_model, library_name="hf_spec", pipeline_tag="text-generation",
         tags=["hf_spec", "speculative-decoding", method.name],
-        datasets=_datasets(training), **named, **related,
+        datasets=_datasets(training), **(named if results else {}), **related,
         **{name: value for name, value in metadata.items() if value},
     )  # fmt: skip
 

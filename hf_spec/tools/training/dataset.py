@@ -57,8 +57,7 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
 
     provenance, named = read_provenance(folder), _by_name(folder)
     if named is None:
-        folder = Path(folder)
-        paths = [folder / ANSWERS] if provenance else _files(folder)
+        paths = [Path(folder, ANSWERS)] if provenance else _files(Path(folder))
         places = [str(path.absolute()) for path in paths]
     else:
         paths = [Path(file["filename"]) for file in load_named(named).cache_files]
@@ -84,8 +83,8 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
         return data
     if len(data) != provenance["rows"]:
         raise ValueError(
-            f"{str(folder / ANSWERS)!r} has {len(data)} of {provenance['rows']} answers: get it "
-            "again, or make it again with hf-spec distill"
+            f"{str(Path(folder, ANSWERS))!r} has {len(data)} of {provenance['rows']} answers: get "
+            "it again, or make it again with hf-spec distill"
         )
     return data.select(np.argsort(data["index"][:]))
 
