@@ -180,8 +180,12 @@ def load_named(named: Named) -> Any:
     if not named.on_hub:
         what = f"cannot read the folder {named.place!r} as a dataset"
     kinds = OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError
+    from huggingface_hub.utils import logging as hub_logging
+
     verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error says enough
+    # The error says enough, and the Hub's retries would bury it.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    hub_logging.set_verbosity_error()
     try:
         with explained(what, *kinds):
             if any(Path(named.place, name).is_file() for name in SAVED):

@@ -33,6 +33,7 @@ def asked(monkeypatch, tmp_path):
         return made
 
     monkeypatch.setattr(arguments, "spec_arguments", spec_arguments)
+    (tmp_path / "answers").mkdir()  # the data, which are not read
     monkeypatch.chdir(tmp_path)
     return given
 

@@ -107,6 +107,7 @@ def train(
     from hf_spec.tools.training import train as work
     from hf_spec.tools.training.dataset import read_answers, read_provenance
 
+    provenance = read_provenance(data)
     base, tokenizer = load_model(model, dtype, device, pack=False)
     rows = read_answers(data, tokenizer)
     if len(rows) < FEW:
@@ -115,7 +116,7 @@ def train(
     with explained_interrupt(onward):
         record = work.train(
             base, rows, method, output, config, arguments, options, resume,
-            provenance=read_provenance(data), tokenizer=tokenizer, start=adapter,
+            provenance=provenance, tokenizer=tokenizer, start=adapter,
             dataset=hub_name(data),
         )  # fmt: skip
     if not record:  # not the main process
