@@ -119,3 +119,9 @@ def test_what_is_wrong_with_a_recipe(recipe, asked, capsys, old, new, message):
 def test_no_such_recipe(asked, capsys, tmp_path):
     assert cli.main(["train", "--recipe", str(tmp_path / "none.yaml")]) == 2
     assert "cannot read the recipe" in capsys.readouterr().err
+
+
+def test_data_that_is_not_there_is_refused_before_the_model_is_loaded(asked, capsys):
+    assert cli.main(["train", "medusa", "--model", "M", "--data", "nowhere", "-o", "o"]) == 2
+    assert "there is no folder or file 'nowhere'" in capsys.readouterr().err
+    assert "model" not in asked
