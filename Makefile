@@ -19,6 +19,8 @@ VENV ?= .venv
 LATEST := .venv-latest
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
+# The package with the extras that its tests need, and the tools of developers.
+DEVELOPING = -e '.[all,serve]' --group dev
 ARGS ?=
 
 .PHONY: help venv demo test test-library test-tools test-avx2 test-all test-latest sweep random docs figures dist dist-check quality clean
@@ -34,14 +36,13 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@echo 'They take 2 GB of disk with a PyTorch for CPUs; where pip chooses one for CUDA, several GB more.'
 	@echo '1/3 an empty environment'
 	@$(PYTHON) -m venv $(VENV)
-	@echo '2/3 the latest pip'
+	@echo '2/3 the latest pip (25.1 and newer know dependency groups)'
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo '3/3 about 150 packages, from PyPI or from the cache of pip'
-	@quiet=; [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet -c constraints.txt -e '.[dev]'
+	@quiet=; [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet -c constraints.txt $(DEVELOPING)
 	@touch $@
 
 demo: $(STAMP)
-	@echo 'hf-spec demo: loading PyTorch and Transformers, which takes a few seconds'
 	@$(BIN)/hf-spec demo $(ARGS)
 
 # As many processes as the machine has CPUs, eight at the most.
@@ -63,7 +64,7 @@ test-avx2: $(STAMP)
 PROGRAMS = $(VENV)/.programs
 $(PROGRAMS): $(STAMP)
 	@echo 'lm-eval, TRL, DeepSpeed, Gradio, xgrammar, outlines: 1 GB more of packages, which takes minutes'
-	@quiet=; [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet -c constraints.txt -e '.[dev,programs]'
+	@quiet=; [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet -c constraints.txt $(DEVELOPING) --group programs
 	@touch $@
 
 test-all: $(PROGRAMS)
@@ -77,7 +78,7 @@ test-latest:
 	$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo '$(if $(filter-out latest,$(TORCH)),torch==$(TORCH))' > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -c $(VENV)/constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -c $(VENV)/constraints.txt $(DEVELOPING)
 	@$(BIN)/python -m pip list --format=freeze | grep -E '^(torch|transformers|peft|tokenizers|huggingface.hub)=='
 	$(PYTEST) $(ARGS)
 

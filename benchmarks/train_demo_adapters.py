@@ -3,7 +3,8 @@
 The demo model continues code of the installed Transformers, and ``hf-spec train`` makes an adapter
 of each kind out of that, with its defaults but for fewer epochs;
 ``hf-spec search`` finds the layers to skip. About half an hour on one core. OUTPUT then holds
-``answers`` and a folder per strategy; those go to ``hf_spec/tools/demo/adapters``.
+``answers`` and a folder per strategy. ``bita`` and ``medusa``, rounded by ``round_weights.py``, go
+to ``hf_spec/tools/demo/adapters``; the others to ``tests/fixtures/demo_adapters``.
 """
 
 from __future__ import annotations

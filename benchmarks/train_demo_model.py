@@ -3,7 +3,8 @@
 Run ``python benchmarks/train_demo_model.py OUTPUT_DIR`` where hf_spec is installed. What decides
 the result is a constant below or in ``demo_data.py``; the script writes the weights, the
 tokenizer, ``training.json`` (data hash, seed, versions, final losses) and ``loss.png`` to
-OUTPUT_DIR. Models in ``HELD_OUT`` are never seen.
+OUTPUT_DIR. Models in ``HELD_OUT`` are never seen. The weights that are shipped went through
+``round_weights.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Files of prompts and answers: every command reads each format alike, or says what is wrong."""
 
 import json
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +11,13 @@ from typing import Any
 import pytest
 from tiny_checkpoint import make_tokenizer
 
+from hf_spec.tools import cli
 from hf_spec.tools.bench.prompts import encode, encode_answer, read_prompts
-from hf_spec.tools.data import Message
+from hf_spec.tools.data import Message, hub_name, label, sha256
 from hf_spec.tools.training.dataset import read_answers
 from hf_spec.tools.training.distill import read_sources
 
-pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets")
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -161,8 +164,6 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path, content, message):
         with pytest.raises(ValueError, match=message) as caught:
             read(tmp_path / "x")
         assert type(caught.value) is ValueError and "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="cannot read '.*': it is a folder; give a file in it"):
-        read_prompts(tmp_path)
 
 
 @pytest.mark.parametrize("answer", [{}, {"answer": " "}, {"answer": 3}, {"answer": [{"a": 1}]}])
@@ -181,3 +182,114 @@ def test_a_template_that_refuses_a_role_is_reported_with_the_row(tmp_path):
     tokenizer.chat_template = "{{ raise_exception('no system') }}"
     with pytest.raises(ValueError, match="x, line 1: the tokenizer's chat template refuses .*: no"):
         read_answers(tmp_path / "x", tokenizer)
+
+
+# -- datasets by name ----------------------------------------------------------------------------
+
+ROWS = [{"question": Q, "answer": A, "task": "d"}, {"question": "b", "answer": "c", "task": "e"}]
+
+
+def saved(folder: Path, splits: dict[str, list[dict[str, Any]]]) -> Path:
+    """As ``save_to_disk`` writes one; a single split without a name is a Dataset."""
+    made = {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+    one = made[""] if set(made) == {""} else datasets.DatasetDict(made)
+    one.save_to_disk(folder)
+    return folder
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """A Hub with ``org/name``, and what it was asked for."""
+    asked: list[Any] = []
+    parts = {"train": ROWS, "test": ROWS[1:]}
+    made = {name: datasets.Dataset.from_list(rows) for name, rows in parts.items()}
+
+    def load(name: str, config: str | None = None) -> Any:
+        asked.append((name, config))
+        if name != "org/name":
+            raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{name}' doesn't exist.")
+        return datasets.DatasetDict(made)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.chdir(tmp_path)
+    return asked
+
+
+def both(name: str) -> list[tuple[str, str | None]]:
+    """Prompts and answers, as commands that measure and those that train read them."""
+    prompts = [(one.text, one.reference) for one in read_prompts(name)]
+    assert [one.source for one in read_sources([name])[0]] == [label(name)] * len(prompts)
+    rows = read_answers(name, make_tokenizer())
+    assert [(row["prompt"], row["answer"]) for row in rows] == prompts
+    return prompts
+
+
+def test_a_dataset_of_the_hub_by_name(hub):
+    assert both("org/name") == both("org/name:train") == [(Q, A), ("b", "c")]
+    assert both("org/name:test") == [("b", "c")]
+    assert set(hub) == {("org/name", None)}
+    assert both("org/name/main:test") == [("b", "c")] and hub[-1] == ("org/name", "main")
+    assert both("org/name:test:task") == [("e", "c")]  # a column of any name
+    assert (
+        hub_name("org/name/main:test") == "org/name" and label("org/name:test") == "org/name:test"
+    )
+    assert sha256("org/name") == sha256("org/name:train") != sha256("org/name:test")
+
+
+def test_what_lies_on_disk_goes_before_the_hub(hub, tmp_path):
+    folder = saved(tmp_path / "org" / "name", {"test": ROWS[:1], "train": ROWS[1:]})
+    assert both("org/name") == [("b", "c")] and both("org/name:test") == [(Q, A)]
+    assert both(f"{folder}:test:question") == [(Q, A)]
+    assert both(str(saved(tmp_path / "single", {"": ROWS}))) == [(Q, A), ("b", "c")]
+    (tmp_path / "org" / "file").write_text(as_lines(ROWS), encoding="utf-8")
+    assert both("org/file") == [(Q, A), ("b", "c")]
+    assert not hub and hub_name("org/name") is None and label("org/name") == "name"
+
+
+def test_a_folder_of_files_is_a_dataset_with_splits(tmp_path):
+    folder = tmp_path / "x"
+    folder.mkdir()
+    for split, rows in (("train", ROWS[:1]), ("test", ROWS[1:])):
+        (folder / f"{split}.jsonl").write_text(as_lines(rows), encoding="utf-8")
+    assert [one.text for one in read_prompts(folder)] == [Q]
+    assert both(f"{folder}:test") == [("b", "c")]
+
+
+def test_chats_in_a_column_of_another_name(tmp_path):
+    rows = [{"dialog": [USER, REPLY], "prompt": "not this one"}]
+    saved(tmp_path / "x", {"train": rows})
+    assert both(f"{tmp_path / 'x'}:train:dialog") == [(Q, A)]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("org/none", "there is no file 'org/none', and no such dataset could be .*doesn't exist"),
+        ("org/name:tets", r"no split 'tets' \(did you mean 'test'\?\); it has train, test"),
+        ("org/name:test:questio", "no column 'questio'.*'question'.*it has question, answer, task"),
+        ("org/none.jsonl", "cannot read 'org/none.jsonl': No such file"),
+        ("none.jsonl:train", "cannot read 'none.jsonl:train': No such file"),
+    ],
+)
+def test_a_name_that_leads_nowhere(hub, name, message, tmp_path, capsys):
+    with pytest.raises(ValueError, match=message):
+        read_prompts(name)
+    (tmp_path / "M").mkdir()
+    for words in (["bench", "-o", "o"], ["doctor"], ["distill", "-o", "o"]):
+        assert cli.main([*words, "--model", "M", "--prompts", name]) == 2
+        said = capsys.readouterr().err
+        assert re.search(message, said) and said.count("\n") == 1
+
+
+def test_a_dataset_without_a_column_of_prompts(tmp_path):
+    folder = saved(tmp_path / "x", {"train": [{"text": "a", "level": 1}]})
+    message = "none of the columns mess.*it has text, level: name .*:train:text"
+    with pytest.raises(ValueError, match=message):
+        read_prompts(folder)
+    assert [one.text for one in read_prompts(f"{folder}:train:text")] == ["a"]
+
+
+def test_a_name_without_the_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="'org/name' is no file, and a dataset needs the library"):
+        read_prompts("org/name")

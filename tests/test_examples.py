@@ -24,12 +24,13 @@ from hf_spec.tools.cli.main import app
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DEMO = Path(hf_spec.tools.demo.__file__).parent
+OTHERS = Path(__file__).parent / "fixtures" / "demo_adapters"
 #: What the examples call models and adapters, and what that is here.
 FOLDERS = {
     "org/model": "model", "org/name": "adapters/medusa",
-    "org/model-propd": "adapters/propd", "medusa": "adapters/medusa", "space": "adapters/space",
-    "M": "model", "DIR": "adapters/medusa", "skip": "adapters/layer_skip",
-    "small-ppd": "adapters/ppd",
+    "org/model-propd": OTHERS / "propd", "medusa": "adapters/medusa", "space": OTHERS / "space",
+    "M": "model", "DIR": "adapters/medusa", "skip": OTHERS / "layer_skip",
+    "small-ppd": OTHERS / "ppd",
     "hub_cards/adapters/smollm2-135m-instruct-medusa": "adapters/medusa",
 }  # fmt: skip
 #: Models for chats: the demo model with this template.

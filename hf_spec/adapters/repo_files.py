@@ -16,6 +16,9 @@ from transformers import GenerationConfig
 from hf_spec.core.checks import INSTALL
 from hf_spec.files import read_json, write_atomically
 
+CARD = "README.md"
+#: The library in the metadata of a card.
+OF_PEFT = re.compile(r"(\A---\n(?:(?!---\n).*\n)*?)library_name: peft\n")
 GENERATION, SHIM = "generation_config.json", "custom_generate/generate.py"
 #: The line of the shim that is filled in.
 EMPTY = "SETTINGS: dict[str, Any] = {}\n"
@@ -50,10 +53,15 @@ def write_companions(folder: str | os.PathLike[str], config_class: Any, shim: bo
 
     Nothing that names a strategy is replaced: tuned options stay. A `generation_config.json` that
     names none, as Transformers saves a base model's, is completed. Adapters that belong to no
-    strategy get no companions.
+    strategy get no companions. In a card that PEFT has written, the library is hf_spec: the Hub
+    would show PEFT's code for it, which does not know these adapters by itself.
     """
     if config_class.strategy is None:
         return
+    card = Path(folder) / CARD
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    if OF_PEFT.match(text):
+        write_atomically(card, OF_PEFT.sub(r"\1library_name: hf_spec\n", text))
     path = Path(folder) / GENERATION
     data = read_json(path, optional=True) or GenerationConfig().to_diff_dict()
     if not data.get("assistant_strategy"):

@@ -1,7 +1,9 @@
 """Reads files of prompts and answers as people have them; all commands read with this module.
 
 A file holds JSON lines or a JSON array of objects in UTF-8, or it is a parquet file. What it holds
-is seen from its content, not its name.
+is seen from its content, not its name. A name such as `org/name`, `org/name:split` or
+`org/name:split:column` that is no file is a dataset of the Hub, `org/name/config` one of several
+configurations; a folder, which may have `:split:column`, too, is a dataset on disk.
 A row is one of:
 
 - a chat: ``messages`` (OpenAI, TRL), or ``conversations`` (ShareGPT). Its last message is the
@@ -13,14 +15,16 @@ A row is one of:
 The first of `PROMPT_FIELDS` that a row has is taken. A field that is null counts as missing.
 """
 
+import hashlib
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from hf_spec.core.checks import explained
+from hf_spec.core.checks import explained, install_extra, nearest
 
 DEFAULT_CATEGORY = "default"
 #: Name of all categories together.
@@ -32,6 +36,13 @@ CHATS = ("messages", "conversations")
 ANSWER_FIELDS = ("answer", "completion", "output", "response", "reference")
 #: What an ``instruction`` is about.
 INPUT_FIELDS = ("input", "context")
+#: Prompts and answers as token ids.
+TOKEN_COLUMNS = ("prompt_ids", "answer_ids")
+#: All fields that are read.
+READ = {
+    *PROMPT_FIELDS, *ANSWER_FIELDS, *INPUT_FIELDS, *TOKEN_COLUMNS, "system", "category",
+    "question_id",
+}  # fmt: skip
 #: Fields whose rows may have a system prompt beside them, in ``system``.
 WITH_SYSTEM = ("conversations", "instruction")
 #: Roles of a chat template by the names that files have for them.
@@ -44,6 +55,14 @@ ACCEPTED = (
     "datasets.load_dataset('csv', data_files=FILE)['train'].to_json('FILE.jsonl') converts others"
 )
 PARQUET = b"PAR1"
+#: A dataset of the Hub, perhaps with a configuration, a split and a column.
+DATASET = re.compile(r"[\w.-]+(/[\w.-]+){1,2}(:[^:]*){0,2}")
+#: How names of files end, which are no datasets of the Hub.
+FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz")
+#: A folder that ``datasets.save_to_disk`` has written has one of these.
+SAVED = ("state.json", "dataset_dict.json")
+#: Split of a dataset that has several.
+DEFAULT_SPLIT = "train"
 
 T = TypeVar("T")
 
@@ -95,14 +114,145 @@ def plain_text(text: str, history: Sequence[Message] = ()) -> str:
     return "\n\n".join([*(message.content for message in history), text])
 
 
+class Named(NamedTuple):
+    """A dataset by its name: a folder, or ``org/name`` on the Hub, and what is taken of it."""
+
+    place: str
+    split: str = ""
+    column: str = ""
+
+    @property
+    def on_hub(self) -> bool:
+        return not Path(self.place).is_dir()
+
+
+def dataset_named(name: str | Path) -> Named | None:
+    """The dataset of this name; None if it is a file. What lies on disk goes before the Hub."""
+    text = str(name)
+    if Path(text).is_file():
+        return None
+    if Path(text).is_dir():
+        return Named(text)
+    place, *parts = text.split(":")
+    if len(parts) <= 2 and Path(place).is_dir():
+        return Named(place, *parts)
+    if DATASET.fullmatch(text) and not place.endswith(FILES) and not place.startswith("."):
+        return Named(place, *parts)
+    return None
+
+
+def hub_name(name: str | Path) -> str | None:
+    """The repository of a dataset on the Hub, ``org/name``; None if the name is not of one."""
+    named = dataset_named(name)
+    return "/".join(named.place.split("/")[:2]) if named and named.on_hub else None
+
+
+def label(name: str | Path) -> str:
+    """A name without the folders of this machine; that of a dataset of the Hub stays."""
+    named = dataset_named(name)
+    return str(name) if named and named.on_hub else Path(name).name
+
+
+def sha256(name: str | Path) -> str:
+    """SHA-256 of a file, or of the rows of a dataset by name."""
+    named = dataset_named(name)
+    if named is None:
+        return hashlib.sha256(Path(name).read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    for row in _dataset_rows(named):
+        digest.update(json.dumps(row.fields, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def load_named(named: Named) -> Any:
+    """The ``datasets.Dataset`` of a name, from disk or the Hub; a ValueError says what is wrong."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            f"{named.place!r} is no file, and a dataset needs the library datasets; "
+            f"{install_extra('train')}"
+        ) from error
+    repository, config = named.place, None
+    if named.on_hub and named.place.count("/") == 2:
+        repository, _, config = named.place.rpartition("/")
+    what = f"there is no file {named.place!r}, and no such dataset could be read from the Hub"
+    if not named.on_hub:
+        what = f"cannot read the folder {named.place!r} as a dataset"
+    kinds = OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError
+    from huggingface_hub.utils import logging as hub_logging
+
+    verbosity = datasets.logging.get_verbosity()
+    # The error says enough, and the Hub's retries would bury it.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    hub_logging.set_verbosity_error()
+    try:
+        with explained(what, *kinds):
+            if any(Path(named.place, name).is_file() for name in SAVED):
+                found = datasets.load_from_disk(named.place)
+            else:
+                found = datasets.load_dataset(repository, config)
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+    return _column_of(named, _split_of(named, found))
+
+
+def _split_of(named: Named, found: Any) -> Any:
+    """The split that is named; else the only one, or that for training."""
+    splits = found if isinstance(found, dict) else {"": found}
+    names = [str(name) for name in splits]
+    default = names[0] if len(names) == 1 else DEFAULT_SPLIT
+    wanted = named.split or default
+    if wanted not in names:
+        raise ValueError(
+            f"dataset {named.place!r} has no split {wanted!r}{nearest(wanted, names)}; it has "
+            f"{', '.join(filter(None, names)) or 'none'}"
+        )
+    return splits[wanted]
+
+
+def _column_of(named: Named, data: Any) -> Any:
+    """The columns that are read: if one is named, it is the prompt, whatever it is called."""
+    columns = list(data.column_names)
+    known = [name for name in columns if name in PROMPT_FIELDS]
+    if named.column:
+        if named.column not in columns:
+            raise ValueError(
+                f"dataset {named.place!r} has no column {named.column!r}"
+                f"{nearest(named.column, columns)}; it has {', '.join(columns)}"
+            )
+        data = data.remove_columns([name for name in known if name != named.column])
+        if named.column not in PROMPT_FIELDS:
+            chats = isinstance(data[0][named.column], list) if len(data) else False
+            data = data.rename_column(named.column, "messages" if chats else "prompt")
+    elif not known and not {*TOKEN_COLUMNS} <= {*columns}:
+        raise ValueError(
+            f"dataset {named.place!r} has none of the columns {', '.join(PROMPT_FIELDS)}; it has "
+            f"{', '.join(columns)}: name the one with the prompts, as in "
+            f"{named.place}:{named.split or DEFAULT_SPLIT}:{columns[0]}"
+        )
+    return data.select_columns([name for name in data.column_names if name in READ])
+
+
+def _dataset_rows(named: Named) -> Iterator[Row]:
+    for number, fields in enumerate(load_named(named), start=1):
+        yield Row(f"{named.place}, row {number}", number, fields)
+
+
 def read(path: str | Path, parse: Callable[[Row], T]) -> Iterator[T]:
-    """What ``parse`` makes of each row of a file; the row's place is put before its errors.
+    """What ``parse`` makes of each row of a file or a dataset; the row's place is put before its
+    errors.
 
     A JSON array is read as a whole, other files in parts. An empty file has no rows.
     """
+    named = dataset_named(path)
+    if named is not None:
+        for row in _dataset_rows(named):
+            with explained(row.place, ValueError):
+                parsed = parse(row)
+            yield parsed
+        return
     path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"cannot read {str(path)!r}: it is a folder; give a file in it")
     try:
         with path.open("rb") as file:
             is_parquet = file.peek(len(PARQUET)).startswith(PARQUET)

@@ -117,7 +117,7 @@ def test_order_rotates_and_wrong_outputs_are_counted(model, tokenizer, prompts, 
     monkeypatch.setattr(session.Session, "generate", spoil)
     calls: list[tuple[int, int]] = []
     told = nullcontext(lambda done, total: calls.append((done, total)))
-    monkeypatch.setattr(runner, "progress_bar", lambda title: told)
+    monkeypatch.setattr(runner, "progress_bar", lambda title, shown: told)
     result = run(model, tokenizer, prompts[:4], ["prompt_lookup", STOCK], max_new_tokens=4)
     names = ["generate", "prompt_lookup", STOCK]
     turns = [order[i : i + 3] for i in range(0, len(order), 3)]

@@ -19,6 +19,8 @@ from hf_spec.tools.demo.steps import StepStreamer, pieces
 from hf_spec.tools.loading import load_model
 
 LENGTH = 12
+#: Adapters of the demo model that are not shipped with it.
+OTHERS = Path(__file__).parents[1] / "fixtures" / "demo_adapters"
 
 
 def recorded(model: Any, ids: torch.Tensor, **options: Any) -> tuple[StepStreamer, list[int]]:
@@ -76,9 +78,8 @@ def test_trees_of_strategies_without_training(tiny, strategy):
 def shipped():
     """The demo model with the adapter of `medusa`, and that of `propd`, which prunes."""
     model, tokenizer = load_model(str(demo.model_folder()), "float32", "cpu")
-    for folder in demo.adapter_folders():
-        if folder.name in ("medusa", "propd"):
-            model.load_adapter(str(folder), adapter_name=folder.name)
+    for folder in (demo.SHIPPED / "adapters" / "medusa", OTHERS / "propd"):
+        model.load_adapter(str(folder), adapter_name=folder.name)
     return model, tokenizer("class Queue:\n    def __init__(self):", return_tensors="pt")
 
 

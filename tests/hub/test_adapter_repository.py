@@ -12,7 +12,7 @@ from unittest.mock import Mock, call, create_autospec
 
 import pytest
 import torch
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from peft import PeftModel, get_peft_model
 from running import configured
@@ -163,6 +163,40 @@ def test_the_card_holds_what_was_measured(adapter):
         assert word in card, word
     assert "some/where" not in card and "development prompts" not in card
     assert "\n\n\n" not in card and "None" not in card
+
+
+def test_the_metadata_of_a_card(adapter):
+    """As the Hub reads them: it shows no code of PEFT's, which does not know these adapters."""
+    (adapter / "README.md").unlink()
+    write_card(adapter, "org/skip", "org/base", license="mit", language=["en", "de"])
+    data = ModelCard.load(adapter / "README.md").data
+    assert (data.library_name, data.base_model) == ("hf_spec", "org/base")
+    assert data.base_model_relation == "adapter" and data.pipeline_tag == "text-generation"
+    assert {"hf_spec", "speculative-decoding", "layer_skip"} <= set(data.tags)
+    assert (data.license, data.language, data.model_name) == ("mit", ["en", "de"], "skip")
+    found = {one.metric_type: one for one in data.eval_results}
+    assert found["tau"].metric_value == 1.812 and found["speedup"].metric_value == 1.234
+    assert found["tokens_per_second"].metric_value == 61.7
+    assert {one.dataset_name for one in data.eval_results} == {"test.jsonl"}
+    assert "Abacus 3000" in found["speedup"].metric_name
+    # What was measured goes with its file; what a person said of it stays.
+    (adapter / "results.json").unlink()
+    write_card(adapter, "org/skip", "org/base")
+    data = ModelCard.load(adapter / "README.md").data
+    assert data.license == "mit" and data.eval_results is None
+    # A base that nobody else has is not named.
+    data = ModelCard(render_card(adapter)).data
+    assert data.base_model is None and "base_model_relation" not in data
+
+
+def test_a_card_of_pefts_names_the_library_that_loads_it(checkpoint, tmp_path):
+    model = get_peft_model(load_checkpoint(checkpoint), hf_spec.LayerSkipConfig(skip_attention=[1]))
+    model.save_pretrained(tmp_path)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.library_name == "hf_spec" and "PEFT" in card.text
+    (tmp_path / "README.md").write_text("---\ntags: []\n---\nlibrary_name: peft\n")
+    model.peft_config["default"].save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "---\ntags: []\n---\nlibrary_name: peft\n"
 
 
 def test_what_a_card_says_of_other_measurements(adapter):
@@ -359,6 +393,30 @@ def pushed_card(folder: Path, hub: Mock) -> str:
     return uploaded(hub)["README.md"].decode()
 
 
+def test_a_dry_run_shows_the_card_and_the_files(adapter, hub, capsys):
+    before = {path: path.read_bytes() for path in adapter.rglob("*") if path.is_file()}
+    words = ["push", str(adapter), "org/skip", "--base-model", "org/base", "--license", "mit"]
+    assert cli.main([*words, "--dry-run"]) == 0
+    assert not hub.mock_calls
+    card, _, listed = capsys.readouterr().out.partition("\n--- files of one commit to org/skip ---")
+    assert {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()} == before
+    assert cli.main(words) == 0
+    files = uploaded(hub)
+    assert card.strip() == files["README.md"].decode().strip() and "license: mit\n" in card
+    lines = [line.split() for line in listed.strip().splitlines()[:-1]]
+    assert [line[-1] for line in lines] == sorted(files)
+    assert int(lines[sorted(files).index("README.md")][0].replace(",", "")) == len(
+        files["README.md"]
+    )
+
+
+def test_a_license_for_a_card_that_a_person_wrote(adapter, hub):
+    (adapter / "README.md").write_text("# Mine")
+    with pytest.raises(ValueError, match="was edited by hand .* write the license into it"):
+        push(adapter, "org/skip", base_model="org/base", license="mit", language=[])
+    assert not hub.mock_calls
+
+
 @pytest.mark.parametrize("text", ["# Mine\n", "---\nlicense: mit\n---\n", ""])
 def test_push_keeps_a_card_that_a_person_wrote(adapter, hub, text):
     (adapter / "README.md").write_text(text)
@@ -371,7 +429,9 @@ def test_push_renews_the_card_of_a_folder_that_was_renamed(adapter, checkpoint, 
     card = adapter / "README.md"
     card.write_text(card.read_text().replace("---\n", "---\nlicense: mit\n", 1))
     folder = adapter.rename(adapter.parent / "other name")
-    assert pushed_card(folder, hub) == new.replace("\n---\n", "\nlicense: mit\n---\n", 1)
+    assert pushed_card(folder, hub) == new.replace(
+        "\nmodel-index:", "\nlicense: mit\nmodel-index:", 1
+    )
     model = PeftModel.from_pretrained(load_checkpoint(checkpoint), folder)
     before = (folder / "README.md").read_text()
     model.save_pretrained(folder)
@@ -384,7 +444,9 @@ def test_push_renews_the_card_of_a_folder_that_was_renamed(adapter, checkpoint, 
 
 @pytest.mark.parametrize("name", ["bita", "medusa", "ppd", "propd", "space"])
 def test_push_renews_the_cards_of_the_demo(hub, name):
-    folder = Path(hf_spec.__file__).parent / "tools" / "demo" / "adapters" / name
+    shipped = Path(hf_spec.__file__).parent / "tools" / "demo" / "adapters" / name
+    others = Path(__file__).parents[1] / "fixtures" / "demo_adapters" / name
+    folder = shipped if shipped.is_dir() else others
     assert (folder / "README.md").read_text() == render_card(folder)
     assert pushed_card(folder, hub) == render_card(folder, "org/skip", "org/base")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import importlib.metadata
 import platform
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 import hf_spec
+from hf_spec.tools.data import hub_name, sha256
 
 PACKAGES = ("torch", "transformers", "peft", "hf_spec")
 
@@ -53,7 +53,6 @@ def device_of(model: Any) -> dict[str, Any]:
 def environment_of(model: Any, model_name: str, prompt_file: str | Path | None) -> dict[str, Any]:
     """The environment of a run: versions, machine, model (by the user's name for it), prompts,
     command line."""
-    prompts = None if prompt_file is None else Path(prompt_file).read_bytes()
     return {
         **machine(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -63,7 +62,8 @@ def environment_of(model: Any, model_name: str, prompt_file: str | Path | None) 
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "model": model_name,
         "prompts": None if prompt_file is None else str(prompt_file),
-        "prompts_sha256": None if prompts is None else hashlib.sha256(prompts).hexdigest(),
+        "prompts_sha256": None if prompt_file is None else sha256(prompt_file),
+        "dataset": None if prompt_file is None else hub_name(prompt_file),
     }
 
 

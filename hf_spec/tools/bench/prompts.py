@@ -20,11 +20,11 @@ NO_LIMIT = 10**9
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a file of prompts, with or without answers; a ValueError names the place of what is
-    wrong."""
+    """Read a file or a dataset of prompts, with or without answers; a ValueError names the place of
+    what is wrong."""
     prompts = list(read(path, example))
     if not prompts:
-        raise ValueError(f"prompt file {str(path)!r} holds no prompts")
+        raise ValueError(f"{str(path)!r} holds no prompts")
     return prompts
 
 

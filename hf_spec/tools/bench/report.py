@@ -26,9 +26,9 @@ def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1)
     return "\n".join([line(heads), line(["-" * width for width in widths]), *map(line, rows)])
 
 
-def print_table(result: BenchResult, by_task: bool = False) -> None:
-    """Print the results, with ``by_task`` of each task, the share of time in each phase, and the
-    notes. Intervals are left out where the terminal is too narrow for them."""
+def print_table(result: BenchResult, by_task: bool = False, phases: bool = True) -> None:
+    """Print the results, with ``by_task`` of each task, with ``phases`` the share of time in each
+    phase, and the notes. Intervals are left out where the terminal is too narrow for them."""
     data = result.runs()
     text = _table(result, data, by_task, intervals=True)
     if sys.stdout.isatty() and max(map(len, text.splitlines())) > shutil.get_terminal_size()[0]:
@@ -37,7 +37,7 @@ def print_table(result: BenchResult, by_task: bool = False) -> None:
     several = len({row["batch_size"] for row in data}) > 1
     for row in data:
         share = row["stats"].get("share")
-        if row["task"] == ALL and share:
+        if phases and row["task"] == ALL and share:
             parts = ", ".join(f"{phase} {part:.0%}" for phase, part in share.items())
             size = f", batch {row['batch_size']}" if several else ""
             print(f"time of {row['strategy']}{size}: {parts}")
@@ -50,10 +50,11 @@ def _table(result: BenchResult, data: list[dict[str, Any]], by_task: bool, inter
     tasks, sizes = {row["task"] for row in data}, {row["batch_size"] for row in data}
     by_task = by_task and len(tasks) > 2  # a single task has the same figures as "all"
     count = max(row["prompts"] for row in data)
+    known = any(row["speedup_interval"] or row["tau_interval"] for row in data)
     title = (
         f"{count} prompt{'s' * (count != 1)}, "
         f"{result.settings['max_new_tokens']} new tokens each at most"
-        f"{'; 95% intervals in brackets' * intervals}"
+        f"{'; 95% intervals in brackets' * (intervals and known)}"
     )
     if rates := result.settings.get("synthetic_acceptance"):
         shown = ", ".join(f"{rate:g}" for rate in rates)

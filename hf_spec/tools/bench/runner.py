@@ -7,7 +7,7 @@ timed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,6 +28,7 @@ def run(
     batch_sizes: Sequence[int] = (1,), max_new_tokens: int = 128, limit: int | None = None,
     generate_kwargs: Mapping[str, Any] | None = None, seed: int = 0, compiled: str | None = None,
     synthetic: SyntheticRates | None = None, title: str = "benchmark",
+    seen: Callable[[Measurement], None] | None = None,
 ) -> BenchResult:  # fmt: skip
     """Generate with plain decoding and every contender, and compare.
 
@@ -45,6 +46,7 @@ def run(
         synthetic: rates at which drafts are accepted, whatever they are; None to let the model
             decide. All calls then emit ``max_new_tokens``, and outputs are not compared.
         title: of the progress bar, which counts calls, without those that prepare.
+        seen: gets each measurement as it is made, before outputs are compared, instead of the bar.
     """
     _check(prompts, contenders, batch_sizes, max_new_tokens, synthetic)
     contenders = [BASELINE, *contenders]
@@ -69,7 +71,7 @@ def run(
     calls, done = sum(len(turn.contenders) for turn in plan), 0
     rule = nullcontext() if synthetic is None else synthetic.of(model)
     opened = Session.open(model, tokenizer, options, contenders, synthetic is None)
-    with opened as session, rule, progress_bar(title) as progress:
+    with opened as session, rule, progress_bar(title, seen is None) as progress:
         try:
             session.warm_up(plan, token_ids)
             progress(0, calls)
@@ -84,6 +86,8 @@ def run(
                     )  # fmt: skip
                     done += 1
                     progress(done, calls)
+                    if seen is not None:
+                        seen(outcome[item.name])
                 _compare(session, outcome, token_ids, turn, synthetic is not None)
                 result.measurements += [outcome[item.name] for item in turn.contenders]
             result.notes += session.notes()

@@ -80,10 +80,10 @@ def check_writable(folder: Path) -> None:
 
 def show_results(
     result: Any, environment: dict[str, Any], output: Path, by_task: bool = False,
-    as_json: bool = False,
+    as_json: bool = False, phases: bool = True,
 ) -> None:  # fmt: skip
-    """Write and print what was measured; exit if it was interrupted. If that came before anything
-    was measured, earlier results stay."""
+    """Write and print what was measured, with ``phases`` where the time went; exit if it was
+    interrupted. If that came before anything was measured, earlier results stay."""
     from hf_spec.tools.bench import report
 
     if not result.measurements:
@@ -94,7 +94,7 @@ def show_results(
     if as_json:
         echo(json.dumps(result.runs(), indent=1))
     else:
-        report.print_table(result, by_task)
+        report.print_table(result, by_task, phases)
         echo(f"results: {target}")
     if result.interrupted:
         raise Exit(INTERRUPTED)

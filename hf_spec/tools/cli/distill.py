@@ -17,7 +17,7 @@ DEFAULT_STRATEGY = "prompt_lookup"
 OWN = 2_000
 
 Prompts = Annotated[
-    list[Path] | None,
+    list[str] | None,
     Option(help=f"{opt.PROMPTS}; repeatable.  [default: the model writes them itself]"),
 ]
 Limit = Annotated[

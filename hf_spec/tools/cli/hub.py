@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option, echo
 
@@ -14,6 +14,11 @@ Folder = Annotated[Path, Argument(help="Adapter folder.")]
 BaseName = Annotated[
     str | None, Option(help="Name of the base model on the Hub.  [default: that of the adapter]")
 ]
+License = Annotated[
+    str | None,
+    Option(help="Of the adapter, as the Hub names it: apache-2.0.  [default: the card's]"),
+]
+Language = Annotated[str | None, Option(help="Of its data: en, or en,de.  [default: the card's]")]
 
 
 def card(
@@ -22,21 +27,31 @@ def card(
         str | None, Option(help="Name on the Hub.  [default: the folder's name]")
     ] = None,
     base_model: BaseName = None,
+    license: License = None,
+    language: Language = None,
 ) -> None:
     """Write the card of an adapter folder.
 
     Renders README.md from the adapter's configs, search.json, and results.json of 'hf-spec bench',
-    and renews custom_generate/generate.py.
+    and renews custom_generate/generate.py. The license and the language of a card that is there
+    stay.
 
     \b
     Examples:
       hf-spec card ./skip
       hf-spec bench --model M --adapter ./skip --prompts P.jsonl --output ./skip
-      hf-spec card ./skip --repository org/name
+      hf-spec card ./skip --repository org/name --license apache-2.0 --language en
     """
     from hf_spec.tools.hub.card import write_card
 
-    echo(f"card: {write_card(folder, repository, base_model)}")
+    said = _said(license, language)
+    echo(f"card: {write_card(folder, repository, base_model, **said)}")
+
+
+def _said(license: str | None, language: str | None) -> dict[str, Any]:
+    """Metadata of a card that a person gives."""
+    languages = [one.strip() for one in (language or "").split(",") if one.strip()]
+    return {"license": license, "language": languages[0] if len(languages) == 1 else languages}
 
 
 def push(
@@ -45,6 +60,11 @@ def push(
     private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
     revision: Annotated[str | None, Option(help="Branch; created if it does not exist.")] = None,
     base_model: BaseName = None,
+    license: License = None,
+    language: Language = None,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Show the card and the files; upload nothing.")
+    ] = False,
 ) -> None:
     """Upload an adapter folder to the Hub.
 
@@ -54,13 +74,34 @@ def push(
 
     \b
     Examples:
+      hf-spec push ./skip org/qwen3-0.6b-layer-skip --license apache-2.0 --dry-run
       hf-spec push ./skip org/qwen3-0.6b-layer-skip
       hf-spec push ./skip org/name --private --revision v2
     """
+    from hf_spec.tools.hub.folder import CARD
+    from hf_spec.tools.hub.push import files_to_upload
     from hf_spec.tools.hub.push import push as upload
 
-    address = upload(folder, repository, private=private, revision=revision, base_model=base_model)
+    said = _said(license, language)
+    if dry_run:
+        files = files_to_upload(folder, repository, base_model, **said)
+        contents = {name: _content(found) for name, found in sorted(files.items())}
+        echo(contents[CARD].decode().rstrip())
+        branch = "" if revision is None else f", branch {revision}"
+        echo(f"\n--- files of one commit to {repository}{branch} ---")
+        for name, content in contents.items():
+            echo(f"{len(content):12,} bytes  {name}")
+        echo("nothing was uploaded")
+        return
+    address = upload(
+        folder, repository, private=private, revision=revision, base_model=base_model, **said
+    )
     echo(f"uploaded: {address}")
+
+
+def _content(found: str | bytes) -> bytes:
+    """What is uploaded, given as it is or by its path."""
+    return found if isinstance(found, bytes) else Path(found).read_bytes()
 
 
 def import_(

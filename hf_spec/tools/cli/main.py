@@ -37,6 +37,7 @@ app = typer.Typer(
 SETTINGS: dict[Any, dict[str, Any]] = {
     train: {"cls": TrainCommand, "context_settings": UNKNOWN},  # fields of the method's config
     import_: {"name": "import"},
+    demo: {"cls": None},  # says first that it loads the library
     doctor: {"cls": None},  # loads the library for a model only
     strategies: {"cls": None},
     # All arguments after the program's name belong to the program.

@@ -41,13 +41,14 @@ Device = Annotated[
 ]
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
 Threads = Annotated[int | None, Option(min=1, callback=use_threads, help="CPU threads of torch.")]
-#: Help of options that take a file of prompts.
+#: Help of options that take data.
+BY_NAME = "a dataset of the Hub as ORG/NAME[:SPLIT[:COLUMN]]"
 PROMPTS = (
-    "JSON lines, a JSON array or parquet; rows with messages, conversations, turns, "
+    f"JSON lines, a JSON array or parquet, or {BY_NAME}; rows with messages, conversations, turns, "
     "prompt, question or instruction, and optionally category"
 )
 Prompts = Annotated[
-    Path | None, Option(help=f"{PROMPTS}.  [default: 24 of our own, four of each of six tasks]")
+    str | None, Option(help=f"{PROMPTS}.  [default: 24 of our own, four of each of six tasks]")
 ]
 Limit = Annotated[
     int | None, Option(min=1, help="Maximum number of prompts, spread evenly over categories.")

@@ -12,7 +12,7 @@ from hf_spec.tools.loading import NATIVE, load_model
 
 def search(
     model: opt.Model,
-    prompts: Annotated[Path, Option(help=f"Development prompts: {opt.PROMPTS}.")],
+    prompts: Annotated[str, Option(help=f"Development prompts: {opt.PROMPTS}.")],
     output: opt.Output,
     trials: Annotated[int, Option(min=1, help="Number of trials, earlier runs included.")] = 100,
     limit: opt.Limit = 8,
@@ -74,7 +74,7 @@ def search(
 
 
 def _write(
-    output: Path, model: str, prompts: Path, work: Any, choice: Any, finalists: Any, bench: Any,
+    output: Path, model: str, prompts: str, work: Any, choice: Any, finalists: Any, bench: Any,
     held_out: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Write the adapter, the search and what was measured; returns the figures of all prompts."""

@@ -12,6 +12,7 @@ from typer import Argument, Context, Option, echo
 from hf_spec.core.checks import nearest
 from hf_spec.tools.cli import options as opt
 from hf_spec.tools.cli.common import Command, check_writable, explained_interrupt, require
+from hf_spec.tools.cli.recipe import as_defaults, words
 from hf_spec.tools.loading import NATIVE, load_model
 
 #: Fewer answers than these are not enough, and what is said then; docs/guides/training.md.
@@ -25,13 +26,26 @@ FEW_ANSWERS = (
 
 def train(
     context: Context,
-    method: Annotated[str, Argument(help="What to train, such as medusa.")],
+    method: Annotated[
+        str | None, Argument(help="What to train, such as medusa. Needed, here or in a recipe.")
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        Option(
+            callback=as_defaults,
+            is_eager=True,
+            help="YAML file with options, METHOD as method; those given here win.",
+        ),
+    ] = None,  # fmt: skip
     model: Annotated[
         str | None, Option(help="Base model: a folder, or a repository on the Hub. Needed.")
     ] = None,
     data: Annotated[
-        Path | None,
-        Option(help="Folder of 'hf-spec distill', or prompts with answers, or ids. Needed."),
+        str | None,
+        Option(
+            help="Folder of 'hf-spec distill', or prompts with answers, or ids: a file, a folder, "
+            f"or {opt.BY_NAME}. Needed."
+        ),
     ] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="Adapter folder. Needed.")] = None,
     adapter: Annotated[Path | None, Option(help="Adapter to go on from.")] = None,
@@ -59,17 +73,22 @@ def train(
       hf-spec train medusa --model M --data D --output ./medusa --num-heads 3 --max-steps 400
       hf-spec train medusa --model M --data D --output ./medusa --resume --report-to tensorboard
       hf-spec train medusa --adapter ./medusa --model M --data D2 --output ./medusa-2
+      hf-spec train --recipe docs/recipes/qwen3-0.6b.yaml --data ./answers --output ./medusa
     """
+    if method is None:
+        raise ValueError("'hf-spec train' needs a METHOD, such as medusa, or --recipe with one")
+
     from hf_spec.tools.training import arguments as given
 
     chosen = given.trainable_method(method)
     fields = given.config_fields(chosen)
+    of_recipe = words(context, fields, argument_names())
     if not (model and data and output):
         needed = {"--model": model, "--data": data, "--output": output}
         missing = ", ".join(option for option, value in needed.items() if not value)
         raise ValueError(f"'hf-spec train {method}' needs {missing}")
     require("train", "accelerate", "datasets")
-    config, arguments = parse_options(context.args, method, fields)
+    config, arguments = parse_options([*of_recipe, *context.args], method, fields)
     if device is not None and device.partition(":")[2] not in ("", "0"):
         raise ValueError(
             f"--device {device}: a training takes the first GPU that it sees. Leave --device out, "
@@ -84,9 +103,11 @@ def train(
     given.spec_arguments(chosen, output, adapter_config, **arguments)
     check_writable(output)
 
+    from hf_spec.tools.data import hub_name
     from hf_spec.tools.training import train as work
     from hf_spec.tools.training.dataset import read_answers, read_provenance
 
+    provenance = read_provenance(data)
     base, tokenizer = load_model(model, dtype, device, pack=False)
     rows = read_answers(data, tokenizer)
     if len(rows) < FEW:
@@ -95,7 +116,8 @@ def train(
     with explained_interrupt(onward):
         record = work.train(
             base, rows, method, output, config, arguments, options, resume,
-            provenance=read_provenance(data), tokenizer=tokenizer, start=adapter,
+            provenance=provenance, tokenizer=tokenizer, start=adapter,
+            dataset=hub_name(data),
         )  # fmt: skip
     if not record:  # not the main process
         return
@@ -108,6 +130,13 @@ def train(
         echo(line)
     echo(f"adapter: {output}")
     echo(f"try: hf-spec bench --model {quote(str(model))} --adapter {quote(str(output))} --by-task")
+
+
+def argument_names() -> list[str]:
+    """Names of the options of every training."""
+    from hf_spec.tools.training.arguments import SpecArguments
+
+    return [field.name for field in dataclasses.fields(SpecArguments)]
 
 
 def _option(name: str) -> str:

@@ -14,8 +14,8 @@ from hf_spec.tools.hub.folder import CONFIG
 from hf_spec.tools.loading import Adapter, load_adapters, load_model, read_adapters
 
 SHIPPED = Path(str(files("hf_spec.tools.demo")))
-#: Adapters of popular models, ready for the Hub.
-PUBLISHED = Path(str(files("hub_cards"))) / "adapters"
+#: Adapters of popular models, ready for the Hub; wheels don't have them.
+PUBLISHED = Path(str(files("hf_spec.hub_cards"))) / "adapters"
 #: Needs neither training nor an adapter.
 FREE_STRATEGY = "prompt_lookup"
 #: Beginnings of classes in the style that the demo model has learned, written for this package.

@@ -14,13 +14,16 @@ import re
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_spec.core.checks import INSTALL
 from hf_spec.drafting.options import ACCEPTANCE_RULES
 from hf_spec.files import read_json, write_atomically
 from hf_spec.methods.registry import Method
 from hf_spec.tools.hub.folder import CARD, CONFIG, is_repository, read_spec_config, write_shim
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult, ModelCardData
 
 RESULTS, SEARCH, TRAINING = "results.json", "search.json", "training.json"
 #: Ends a card of ours, with a hash of its text: that of an edited card is another.
@@ -30,10 +33,13 @@ METADATA = re.compile(r"\A\s*---\n.*?\n---\s*\n", re.DOTALL)
 PEFT_VERSION = re.compile(r"(### Framework versions\s+)?^- PEFT \S+$", re.MULTILINE)
 
 
-def render_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> str:
+def render_card(
+    folder: Path, repository: str | None = None, base_model: str | None = None, **metadata: Any
+) -> str:
     """The text of a card, with the adapter's name on the Hub and that of its base model; by default
-    the folder's name, and what ``adapter_config.json`` says."""
-    from huggingface_hub import ModelCard, ModelCardData
+    the folder's name, and what ``adapter_config.json`` says. ``metadata`` are fields that nothing
+    in the folder says, such as ``license`` and ``language``."""
+    from huggingface_hub import ModelCard
 
     method, options = read_spec_config(folder)
     adapter = read_json(folder / CONFIG)
@@ -50,22 +56,74 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
         distances = itertools.takewhile(lambda i: f"eval_top1_{i}" in best, itertools.count(1))
         source = files("hf_spec.hub_cards") / "training.md"
         trained = _render(source, training=training, distances=list(distances))
-    acceptance = method.parse_options(options).acceptance
+    acceptance, figures = method.parse_options(options).acceptance, _figures(folder, method, search)
     card = ModelCard.from_template(
-        ModelCardData(
-            base_model=base_model if public else None, library_name="peft",
-            pipeline_tag="text-generation", tags=["hf_spec", "speculative-decoding", method.name],
-        ),
+        _metadata(repository, base_model if public else None, method, figures, training, metadata),
         template_str=(files("hf_spec.hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),
         install=INSTALL, title=repository.rpartition("/")[2], repository=repository,
         base_model=base_model, base_is_repository=public, method=method, **facts,
         lossless=ACCEPTANCE_RULES[acceptance], acceptance=acceptance,
-        figures=_figures(folder, method, search), section=section, training=trained,
+        figures=figures, section=section, training=trained,
     )  # fmt: skip
     return f"{str(card).rstrip()}\n\n{_mark(card.text)}\n"
 
 
-def renewed_card(folder: Path, repository: str, base_model: str | None = None) -> str:
+def _metadata(
+    repository: str, base_model: str | None, method: Method, figures: dict[str, Any] | None,
+    training: dict[str, Any], metadata: dict[str, Any],
+) -> ModelCardData:  # fmt: skip
+    """What the Hub shows beside a card, and finds an adapter by. The library is hf_spec, since the
+    Hub would show code of PEFT's, which does not know these adapters by itself."""
+    from huggingface_hub import ModelCardData
+
+    results = _eval_results(figures) if figures else []
+    named: dict[str, Any] = {"model_name": repository.rpartition("/")[2], "eval_results": results}
+    related: dict[str, Any] = {} if base_model is None else {"base_model_relation": "adapter"}
+    return ModelCardData(
+        base_model=base_model, library_name="hf_spec", pipeline_tag="text-generation",
+        tags=["hf_spec", "speculative-decoding", method.name],
+        datasets=_datasets(training), **(named if results else {}), **related,
+        **{name: value for name, value in metadata.items() if value},
+    )  # fmt: skip
+
+
+def _datasets(training: dict[str, Any]) -> list[str] | None:
+    """Datasets of the Hub that an adapter was trained on, or whose prompts its base answered."""
+    data = training.get("data") or {}
+    asked = (data.get("provenance") or {}).get("prompts")
+    # Names of files have no slash; of a dataset, split and column follow, as may a configuration.
+    names = [data.get("dataset"), *(asked.values() if isinstance(asked, dict) else ())]
+    named = [name.partition(":")[0].split("/") for name in names if name and "/" in name]
+    found = {"/".join(parts[:2]) for parts in named}
+    return sorted(found) or None
+
+
+def _eval_results(figures: dict[str, Any]) -> list[EvalResult]:
+    """Tau and speed over all prompts."""
+    from huggingface_hub import EvalResult
+
+    row, where = figures["rows"][-1], figures["environment"]
+    name = where.get("dataset") or (where.get("prompts") or "prompts").rpartition("/")[2]
+    values = {
+        "tau": (row["tau"], "tokens per forward pass"),
+        "speedup": (row["speedup"], f"beside plain generate, {where['device_name']}"),
+        "tokens_per_second": (
+            row["tokens_per_second"],
+            f"{where['device_name']}, {where['dtype']}",
+        ),
+    }
+    return [
+        EvalResult(
+            task_type="text-generation", dataset_type=name, dataset_name=name,
+            metric_type=kind, metric_value=round(value, 3), metric_name=f"{kind}, {said}",
+        )
+        for kind, (value, said) in values.items()
+    ]  # fmt: skip
+
+
+def renewed_card(
+    folder: Path, repository: str, base_model: str | None = None, **metadata: Any
+) -> str:
     """The text of a folder's card, rendered anew with other names unless a person has written or
     edited it; metadata that hf_spec and PEFT don't set, such as a license, stays."""
     from huggingface_hub import ModelCard, ModelCardData
@@ -75,10 +133,22 @@ def renewed_card(folder: Path, repository: str, base_model: str | None = None) -
     of_peft = ModelCard.from_template(ModelCardData()).text
     before, _, last = body.rstrip().rpartition("\n")
     if last != _mark(before) and body.split() != of_peft.split():
+        if given := [name for name, value in metadata.items() if value]:
+            raise ValueError(
+                f"{str(folder / CARD)!r} was edited by hand and is uploaded as it is: write the "
+                f"{' and the '.join(given)} into it, or let 'hf-spec card' write it anew"
+            )
         return text
-    card, new = ModelCard(text), ModelCard(render_card(folder, repository, base_model))
-    for key, value in card.data.to_dict().items():
-        if new.data.get(key) is None:
+    return _completed(render_card(folder, repository, base_model, **metadata), text)
+
+
+def _completed(card: str, old: str) -> str:
+    """A card with the metadata of an old one that it lacks itself, but for what was measured."""
+    from huggingface_hub import ModelCard
+
+    new, before = ModelCard(card), ModelCard(old, ignore_metadata_errors=True).data.to_dict()
+    for key, value in before.items():
+        if key != "model-index" and new.data.get(key) is None:
             new.data[key] = value
     return str(new)
 
@@ -88,10 +158,15 @@ def _mark(text: str) -> str:
     return MARK.format(hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:16])
 
 
-def write_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> Path:
+def write_card(
+    folder: Path, repository: str | None = None, base_model: str | None = None, **metadata: Any
+) -> Path:
     """Write ``README.md`` (:func:`render_card`), whose path is returned, and
-    ``custom_generate/generate.py`` to an adapter folder."""
-    text = render_card(folder, repository, base_model)
+    ``custom_generate/generate.py`` to an adapter folder. Of a card that is there, metadata which
+    nothing else says stays."""
+    text = render_card(folder, repository, base_model, **metadata)
+    if (folder / CARD).is_file():
+        text = _completed(text, (folder / CARD).read_text(encoding="utf-8"))
     write_shim(folder)
     write_atomically(folder / CARD, text)
     return folder / CARD

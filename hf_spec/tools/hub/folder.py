@@ -13,11 +13,11 @@ from typing import Any
 
 import hf_spec
 from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
-from hf_spec.adapters.repo_files import GENERATION, SHIM, says_the_same, shim_text
+from hf_spec.adapters.repo_files import CARD, GENERATION, SHIM, says_the_same, shim_text
 from hf_spec.files import is_path, read_json, write_atomically, writing
 from hf_spec.methods.registry import Method, get_method
 
-CONFIG, CARD = "adapter_config.json", "README.md"
+CONFIG = "adapter_config.json"
 REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD)
 #: What was measured of the adapter.
 MEASURED = ("search.json", "training.json", "results.json")

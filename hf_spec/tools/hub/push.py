@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from hf_spec.adapters.repo_files import SHIM, shim_text
 from hf_spec.core.checks import first_line
@@ -20,9 +21,10 @@ STALE = (*adapter_folder.MEASURED, *adapter_folder.UNSAFE)
 
 def push(
     folder: Path, repository: str, *, private: bool = False, revision: str | None = None,
-    base_model: str | None = None,
+    base_model: str | None = None, **metadata: Any,
 ) -> str:  # fmt: skip
-    """Upload a complete adapter folder, and return the URL of the commit.
+    """Upload a complete adapter folder, and return the URL of the commit. ``metadata`` are fields
+    of the card that nothing in the folder says, such as ``license``.
 
     Other files in the folder, such as the study and logs, are not uploaded. A card that hf_spec or
     PEFT wrote is rendered anew, with the repository's name, unless it was edited since. The upload
@@ -31,15 +33,10 @@ def push(
     removed. Repository and branch are created if they do not exist.
     """
     from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.utils import validate_repo_id
 
     # The HTTP library differs between releases of huggingface_hub.
     transport: type[Exception] = HfHubHTTPError.__bases__[0]
-    if repository.count("/") != 1:
-        raise ValueError(f"{repository!r} is no repository: give owner/name")
-    validate_repo_id(repository)
-    check_complete(folder)
-    files = _files(folder, repository, base_model)
+    files = files_to_upload(folder, repository, base_model, **metadata)
     try:
         return _upload(files, repository, private, revision)
     # Failed uploads of single files end in a RuntimeError.
@@ -78,9 +75,18 @@ def _upload(
     return str(commit.commit_url)
 
 
-def _files(folder: Path, repository: str, base_model: str | None) -> dict[str, str | bytes]:
+def files_to_upload(
+    folder: Path, repository: str, base_model: str | None = None, **metadata: Any
+) -> dict[str, str | bytes]:
     """Paths of the files to upload, by their names there; or contents, in which the names of
-    repository and base model are set."""
+    repository and base model are set, and the card's ``metadata``. Needs no network; a ValueError
+    says what is missing or wrong."""
+    from huggingface_hub.utils import validate_repo_id
+
+    if repository.count("/") != 1:
+        raise ValueError(f"{repository!r} is no repository: give owner/name")
+    validate_repo_id(repository)
+    check_complete(folder)
     found: dict[str, str | bytes] = {
         path.relative_to(folder).as_posix(): str(path)
         for pattern in (*adapter_folder.REQUIRED, *adapter_folder.OPTIONAL)
@@ -99,5 +105,5 @@ def _files(folder: Path, repository: str, base_model: str | None) -> dict[str, s
         found[CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode()
     method, options = read_spec_config(folder)
     found[SHIM] = shim_text(method.name, options, method.peft_type, repository).encode()
-    found[CARD] = renewed_card(folder, repository, base_model).encode()
+    found[CARD] = renewed_card(folder, repository, base_model, **metadata).encode()
     return found

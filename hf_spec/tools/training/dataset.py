@@ -14,7 +14,17 @@ import numpy as np
 
 from hf_spec.files import read_json
 from hf_spec.tools.bench.prompts import encode, encode_answer
-from hf_spec.tools.data import ANSWER_FIELDS, Row, example, read
+from hf_spec.tools.data import (
+    ANSWER_FIELDS,
+    SAVED,
+    TOKEN_COLUMNS,
+    Named,
+    Row,
+    dataset_named,
+    example,
+    load_named,
+    read,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -23,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 #: A folder of ``hf-spec distill``: a JSON line per answer, and how they are made.
 ANSWERS, PROVENANCE = "answers.jsonl", "provenance.json"
-ID_COLUMNS = ("prompt_ids", "answer_ids")
 #: How names of data files in a folder end. ``.json`` files count where there are no others, as a
 #: data set may have some that describe it.
 SUFFIXES = (".parquet", ".jsonl", ".json")
@@ -37,7 +46,7 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
             its subfolder ``data`` (of files named as on the Hub, those of the split ``train``), or
             one such file. They have columns ``prompt_ids`` and ``answer_ids`` (lists of token ids;
             an answer ends with EOS unless it was cut off), or texts as :mod:`hf_spec.tools.data`
-            reads them.
+            reads them; or a dataset by its name, as there.
         tokenizer: makes tokens of texts, with EOS behind an answer.
 
     Returns:
@@ -46,17 +55,20 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
     """
     import datasets
 
-    folder = Path(folder)
-    provenance = read_provenance(folder)
-    paths = [folder / ANSWERS] if provenance else _files(folder)
+    provenance, named = read_provenance(folder), _by_name(folder)
+    if named is None:
+        paths = [Path(folder, ANSWERS)] if provenance else _files(Path(folder))
+        places = [str(path.absolute()) for path in paths]
+    else:
+        paths = [Path(file["filename"]) for file in load_named(named).cache_files]
+        places = [str(folder)]
     sources: dict[str, Any] = {
-        "paths": [str(path.absolute()) for path in paths],
-        "tokenizer": tokenizer,
-        "distilled": bool(provenance),
-    }
+        "paths": places, "tokenizer": tokenizer, "distilled": bool(provenance),
+    }  # fmt: skip
     if next(_rows(**sources), None) is None:
         raise ValueError(f"{str(folder)!r} is empty: its files hold no rows")
-    stats = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    # A tuple: datasets takes lists for parts of the data, which it shares among processes.
+    stats = tuple((path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the errors below say enough
     try:
@@ -71,8 +83,8 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> Dataset:
         return data
     if len(data) != provenance["rows"]:
         raise ValueError(
-            f"{str(folder / ANSWERS)!r} has {len(data)} of {provenance['rows']} answers: get it "
-            "again, or make it again with hf-spec distill"
+            f"{str(Path(folder, ANSWERS))!r} has {len(data)} of {provenance['rows']} answers: get "
+            "it again, or make it again with hf-spec distill"
         )
     return data.select(np.argsort(data["index"][:]))
 
@@ -100,6 +112,8 @@ def split(rows: Any, held_out: int) -> tuple[Dataset, Dataset]:
 def read_provenance(folder: str | Path) -> dict[str, Any]:
     """How ``hf-spec distill`` generated a folder; empty for the user's own data. A ValueError if
     there is no such place, or it is unfinished."""
+    if _by_name(folder) is not None:
+        return {}
     folder = Path(folder)
     if not folder.exists():
         raise ValueError(f"there is no folder or file {str(folder)!r}: hf-spec distill makes one")
@@ -110,6 +124,14 @@ def read_provenance(folder: str | Path) -> dict[str, Any]:
             "which goes on where it stopped"
         )
     return provenance
+
+
+def _by_name(folder: str | Path) -> Named | None:
+    """The dataset of this name; None for files, and for folders of files."""
+    named = dataset_named(folder)
+    if named is None or named.on_hub or named.split or named.column:
+        return named
+    return named if any(Path(named.place, name).is_file() for name in SAVED) else None
 
 
 def _files(folder: Path) -> list[Path]:
@@ -135,8 +157,8 @@ def _rows(
     """The rows of files; ``stats`` tells the contents of a file apart in the cache of datasets."""
 
     def parse(row: Row) -> dict[str, Any]:
-        if set(row.fields) >= set(ID_COLUMNS):
-            ids = {name: _ids(name, row.fields[name]) for name in ID_COLUMNS}
+        if set(row.fields) >= set(TOKEN_COLUMNS):
+            ids = {name: _ids(name, row.fields[name]) for name in TOKEN_COLUMNS}
             return row.fields if distilled else ids
         prompt = example(row)
         if prompt.reference is None:

@@ -27,7 +27,7 @@ from hf_spec.tools.bench.contenders import Contender, contender_of
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
 from hf_spec.tools.bench.session import Session
-from hf_spec.tools.data import Prompt, read
+from hf_spec.tools.data import Prompt, label, read, sha256
 from hf_spec.tools.loading import chosen_device
 from hf_spec.tools.progress import progress_bar
 from hf_spec.tools.training.dataset import ANSWERS, PROVENANCE
@@ -96,18 +96,19 @@ class AnswerFolder:
 
 
 def read_sources(
-    paths: Sequence[Path], limit: int | None = None
+    paths: Sequence[str | Path], limit: int | None = None
 ) -> tuple[list[Prompt], dict[str, str]]:
     """At most ``limit`` prompts, divided evenly among categories, in the order of the files; and
-    the name of each file by its SHA-256. A ValueError if one is invalid, or given twice."""
+    the name of each file or dataset by its SHA-256. A ValueError names one that is invalid, or is
+    given twice."""
     prompts: list[Prompt] = []
     names: dict[str, str] = {}
     for path in paths:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        prompts += [replace(prompt, source=label(path)) for prompt in read_prompts(path)]
+        digest = sha256(path)
         if digest in names:
             raise ValueError(f"the prompts of {str(path)!r} are given twice: leave one of them out")
-        prompts += [replace(prompt, source=path.name) for prompt in read_prompts(path)]
-        names[digest] = path.name
+        names[digest] = label(path)
     return spread(prompts, limit), names
 
 

@@ -67,7 +67,7 @@ def train(
     model: Any, rows: Any, method_name: str, output: Path, config: dict[str, Any] | None = None,
     arguments: Mapping[str, Any] | None = None, options: dict[str, Any] | None = None,
     resume: bool = False, provenance: dict[str, Any] | None = None, callbacks: Sequence[Any] = (),
-    tokenizer: Any = None, start: Path | None = None,
+    tokenizer: Any = None, start: Path | None = None, dataset: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train an adapter and write it to ``output``, except for the card.
 
@@ -82,6 +82,7 @@ def train(
         provenance: origin of the data, stored in the record.
         tokenizer: saved beside the base model, if that is trained.
         start: folder of a trained adapter of the method, from whose weights training goes on.
+        dataset: name of the data on the Hub, stored in the record.
 
     Returns:
         The record, as written to ``training.json``; empty in all processes but the main one.
@@ -127,6 +128,8 @@ def train(
                 save_model(model, output, adapter_config, tokenizer)
             save_adapter(peft_model, output, method.name, options, state)
             record = _record(trainer, method, options, adapter_config, result, provenance)
+            if dataset is not None:
+                record["data"]["dataset"] = dataset
             if start is not None:
                 record["started_from"] = start.name
             write_json(output / TRAINING, record)
