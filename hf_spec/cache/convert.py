@@ -56,7 +56,7 @@ def take_over(
         columns = _columns(cache, states.slots(states.windows.get(members[0][0])), order, count)
         for index, name in members:
             layer = layers[index]
-            _copy_in(getattr(cache.layers[index], name), _held(layer)[name], columns, count)
+            _copy_in(cache.layers[index].views[name], _held(layer)[name], columns, count)
             left[index] -= 1
             if not left[index]:
                 _free(layer)
