@@ -60,7 +60,7 @@ def fingerprint(model: Any) -> Fingerprint:
     replaced = ((index, own_function(module, "forward")) for index, module in enumerate(modules))
     forwards = [(index, forward) for index, forward in replaced if forward is not None]
     hooks = _hooks(modules)
-    origins = {_origin(hook) for _, hook in hooks}
+    origins = {origin(hook) for _, hook in hooks}
     device, dtype = placement(model)
     casts = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     rounds = torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -90,7 +90,7 @@ def _hooks(modules: Sequence[Any]) -> list[tuple[int, Any]]:
     for index, module in enumerate(modules):
         tables += [(index, module._forward_pre_hooks), (index, module._forward_hooks)]
     every = ((index, hook) for index, table in tables for hook in table.values())
-    return [(index, hook) for index, hook in every if not _origin(hook).startswith(_IDLE_HOOKS)]
+    return [(index, hook) for index, hook in every if not origin(hook).startswith(_IDLE_HOOKS)]
 
 
 def is_users_attention(name: str) -> bool:
@@ -108,19 +108,19 @@ def _is_stock_attention(function: Any) -> bool:
     return (
         function is None  # the model's own
         or function is torch._C._nn.scaled_dot_product_attention
-        or _origin(function).startswith(("transformers.", "hf_spec.modeling_patches."))
+        or origin(function).startswith(("transformers.", "hf_spec.modeling_patches."))
     )
 
 
 @functools.cache
 def _is_stock_type(kind: Hashable, forward: Hashable) -> bool:
     """Whether modules of a class, with this ``forward``, are from a package that is known."""
-    return _origin(kind).startswith(_STOCK) and _is_stock_wrapper(forward)
+    return origin(kind).startswith(_STOCK) and _is_stock_wrapper(forward)
 
 
 def _is_stock_wrapper(function: Any) -> bool:
     """Whether a function, and all that it wraps, are from packages that are known."""
-    return all(_origin(one).startswith(_STOCK) for one in _wrapped(function))
+    return all(origin(one).startswith(_STOCK) for one in _wrapped(function))
 
 
 def _wrapped(function: Any) -> Iterator[Any]:
@@ -131,7 +131,7 @@ def _wrapped(function: Any) -> Iterator[Any]:
         function = next(filter(None, inside), None)
 
 
-def _origin(function: Any) -> str:
+def origin(function: Any) -> str:
     """The module in which the code of a class, function or callable object was written, whatever
     `functools.wraps` has copied; it ends with a dot."""
     while isinstance(function, functools.partial):
@@ -164,7 +164,7 @@ def _settings(thing: Any, depth: int = 3) -> Hashable:
         held = [cell.cell_contents for cell in cells if cell != CellType()]
     elif isinstance(thing, dict):
         held = [*thing.values()]
-    elif not _origin(thing).startswith(("builtins.", "torch.")):
+    elif not origin(thing).startswith(("builtins.", "torch.")):
         held = [*getattr(thing, "__dict__", {}).values()]
     return tuple(_settings(one, depth - 1) for one in held)
 

@@ -192,6 +192,42 @@ def test_rows_with_other_numbers_of_new_tokens(
     assert out.sequences.tolist() == plainly(model, **given, **GREEDY).tolist()
 
 
+class Sinks(DynamicCache):
+    """Keeps the first two tokens and the last eight."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        seen = super().update(*args, **kwargs)
+        for layer in self.layers:
+            if layer.keys.shape[2] > 10:
+                layer.keys = torch.cat([layer.keys[:, :, :2], layer.keys[:, :, -8:]], 2)
+                layer.values = torch.cat([layer.values[:, :, :2], layer.values[:, :, -8:]], 2)
+        return seen
+
+
+def test_caches_that_do_more_are_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their own methods: of a class, of an object, of Transformers' classes themselves."""
+    model, own, update = tiny(), type("DynamicLayer", (DynamicLayer,), {}), DynamicCache.update
+    methods, layers, later = DynamicCache(), DynamicCache(config=model.config), DynamicCache()
+    vars(methods)["update"] = lambda *args: update(methods, *args)
+    vars(layers.layers[1])["crop"] = print
+    later.layer_class_to_replicate = own
+    of_own = DynamicCache()
+    of_own.layers = [own() for _ in range(3)]
+    for cache, message in (
+        (Sinks(), "given cache is of type Sinks.*Pass a DynamicCache"),
+        (type("Other", (StaticCache,), {})(config=model.config, max_cache_len=64), "StaticLayer"),
+        (methods, r"own \(DynamicCache.update\).*without assistant_strategy"),
+        (layers, r"own \(DynamicLayer.crop\)"),
+        (later, "layer of type DynamicLayer"),
+        (of_own, "layer of type DynamicLayer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(prompt(), **{CACHE: cache}, **GREEDY, **LOOKUP)
+    monkeypatch.setattr(DynamicLayer, "update", lambda *args, **kwargs: update(*args, **kwargs))
+    with pytest.raises(ValueError, match=r"own \(DynamicLayer.update\)"):
+        model.generate(prompt(), **GREEDY, **LOOKUP)
+
+
 class QuantizedLayer(DynamicLayer):
     """As in Transformers by name, without its optional dependency."""
 
