@@ -31,7 +31,7 @@ _STOCK = (
     "peft.tuners.tuners_utils", "peft.utils.", "hf_spec.",
 )  # fmt: skip
 #: Packages whose hooks treat all tokens and rows alike.
-_STOCK_HOOKS = ("torch.", "accelerate.", "deepspeed.")
+_STOCK_HOOKS = ("torch.", "transformers.", "accelerate.", "deepspeed.")
 #: Hooks of this package, and those by which Transformers collects `output_hidden_states`, which do
 #: nothing otherwise.
 _IDLE_HOOKS = ("hf_spec.", "transformers.utils.output_capturing")
@@ -44,6 +44,8 @@ _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
 _OF_EVERY_MODULE = {*vars(nn.Module()), "_output_capturing_hooks_installed"} - {"training"}
 #: Of what a hook or a module holds, how deep and how much is read, of a container how much.
 _DEPTH, _MOST, _FIRST = 3, 4096, 64
+#: Numbers in a tensor that may be a switch.
+_SMALL = 16
 
 
 class State:
@@ -164,6 +166,7 @@ class _Reader:
         self._plain: list[Any] = []  # values of stock modules, and their names
         self._others: list[Hashable] = []  # those that cannot be written as bytes
         self._configs: dict[int, Any] = {}
+        self._kinds: set[type] = set()
         self._left = 0
         self._config(config)
 
@@ -233,8 +236,12 @@ class _Reader:
         if not isinstance(thing, nn.Module):
             into.append((name, self._of(thing, _DEPTH)))
             return
-        for attribute, value in self._of_module(thing):
+        for attribute, value in _of_module(thing):
             into.append((f"{name}.{attribute}", self._of(value, _DEPTH - 1)))
+        if (kind := type(thing)) not in self._kinds:
+            self._kinds.add(kind)
+            for attribute, value in _of_class(kind):
+                into.append((f"class {kind.__name__}.{attribute}", self._of(value, _DEPTH - 1)))
 
     def _of(self, thing: Any, depth: int) -> Hashable:
         """Values of a thing, and of what it holds."""
@@ -243,7 +250,7 @@ class _Reader:
         if kind in _PLAIN:
             return thing, kind
         if isinstance(thing, Tensor):
-            return _version(thing)
+            return _state_of(thing)
         if self._left < 0 or isinstance(thing, ModuleType):
             return None
         if isinstance(thing, (type, BuiltinFunctionType)):
@@ -259,7 +266,7 @@ class _Reader:
         if isinstance(thing, MethodType):
             return enumerate([thing.__self__, thing.__func__])
         if isinstance(thing, FunctionType):
-            return self._of_function(thing)
+            return _of_function(thing)
         if isinstance(thing, (list, tuple)):
             return enumerate([len(thing), *thing[:_FIRST]])
         if isinstance(thing, dict):
@@ -268,35 +275,12 @@ class _Reader:
         if isinstance(thing, (set, frozenset)):
             return [("", frozenset(one for one in thing if type(one) in _PLAIN))]
         if isinstance(thing, nn.Module):
-            return self._of_module(thing)
+            return [*_of_module(thing), *_of_class(type(thing))]
         if isinstance(thing, PreTrainedConfig):
             return [*vars(thing).items()]
         if origin(thing).startswith(("builtins.", *_STOCK)):
             return ()
         return [*getattr(thing, "__dict__", {}).items(), *_of_class(type(thing))]
-
-    def _of_module(self, module: Any) -> Iterable[tuple[str, Any]]:
-        own = [(name, value) for name, value in vars(module).items()
-               if name not in _OF_EVERY_MODULE]  # fmt: skip
-        if not origin(type(module)).startswith(_STOCK):
-            own += _of_class(type(module))
-        return [*own, *module._parameters.items(), *module._buffers.items(),
-                *module._modules.items()]  # fmt: skip
-
-    def _of_function(self, function: FunctionType) -> Iterable[tuple[str, Any]]:
-        """What a function closes over, has as defaults and attributes, and finds by name in its
-        module."""
-        if origin(function).startswith(_STOCK):
-            return ()
-        code, cells = function.__code__, function.__closure__ or ()
-        closed = zip(code.co_freevars, cells)
-        of_module = function.__globals__
-        return [
-            *((name, cell.cell_contents) for name, cell in closed if cell != CellType()),
-            *enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items(),
-            *vars(function).items(),
-            *((name, of_module[name]) for name in code.co_names if name in of_module),
-        ]  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)  # asked for every module in each call
@@ -309,15 +293,44 @@ def _own_names(names: tuple[str, ...]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _of_class(kind: type) -> Iterable[tuple[str, Any]]:
-    """What classes that are not stock have: values, and the code of methods."""
+def _of_module(module: Any) -> list[tuple[str, Any]]:
+    """What a module that is not stock holds; modules of the model are read by themselves."""
+    own = [(name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+    held = module._parameters, module._buffers, module._modules
+    return [*own, *(item for table in held for item in table.items())]
+
+
+def _of_class(kind: type) -> list[tuple[str, Any]]:
+    """What a class has of its own, and those that it derives from, up to stock ones."""
+    own = (one for one in kind.__mro__ if not origin(one).startswith(("builtins.", *_STOCK)))
+    items = (item for one in own for item in vars(one).items())
+    return [(name, value) for name, value in items if name == "__call__" or name[:2] != "__"]
+
+
+def _of_function(function: FunctionType) -> list[tuple[Any, Any]]:
+    """What a function that is not stock closes over, has as defaults and attributes, and finds by
+    name in its module, other functions aside."""
+    if origin(function).startswith(_STOCK):
+        return []
+    code, of_module = function.__code__, function.__globals__
+    closed = zip(code.co_freevars, function.__closure__ or ())
+    found = ((name, of_module[name]) for name in code.co_names if name in of_module)
     return [
-        (name, value)
-        for one in kind.__mro__
-        if not origin(one).startswith(("builtins.", *_STOCK))
-        for name, value in vars(one).items()
-        if not name.startswith("__") or name in ("__call__",)
-    ]
+        *((name, cell.cell_contents) for name, cell in closed if cell != CellType()),
+        *zip(code.co_varnames, function.__defaults__ or ()),
+        *(function.__kwdefaults__ or {}).items(), *vars(function).items(),
+        *((name, one) for name, one in found if not isinstance(one, (*_FUNCTIONS, type))),
+    ]  # fmt: skip
+
+
+def _state_of(tensor: Tensor) -> Hashable:
+    """A key of a tensor that may be a switch: the values of a few, and else when it was written to.
+    Weights are none, and are moved where they are offloaded or shared."""
+    if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
+        return None
+    if tensor.numel() <= _SMALL:
+        return tuple(tensor.detach().flatten().tolist())
+    return None if isinstance(tensor, nn.Parameter) else _version(tensor)
 
 
 def _version(tensor: Tensor) -> Hashable:

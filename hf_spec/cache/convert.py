@@ -130,7 +130,7 @@ def check_packable(cache: Cache) -> None:
     if not isinstance(cache, Cache) or getattr(cache, "offloading", False):
         kind = "an offloaded cache" if isinstance(cache, Cache) else type(cache).__name__
         raise ValueError(f"the given cache is {kind}: it cannot hold a tree. {remedy}")
-    kinds = [type(layer) for layer in getattr(cache, "layers", ())]
+    kinds: list[Any] = [type(layer) for layer in getattr(cache, "layers", ())]
     kinds += filter(None, [getattr(cache, "layer_class_to_replicate", None)])
     for kind in kinds:
         # Subclasses of the dynamic layer quantize, compress, or are a user's.

@@ -116,6 +116,14 @@ def test_with_hooks_that_may_tell_tokens_apart_steps_are_of_one_token(
     assert "hooks (steer), so" in warned and "set treats_tokens_alike = True on each" in warned
 
 
+def test_hooks_of_transformers_are_known(fresh: Tiny) -> None:
+    """As in training, for gradient checkpointing with adapters."""
+    model = fresh("llama")
+    model.enable_input_require_grads()
+    check_same(model, LOOKUP, prompt(), **GREEDY)
+    assert drafts(model)
+
+
 def test_what_runs_several_tokens_after_the_prompt_is_refused_with_such_hooks(fresh: Tiny) -> None:
     model = fresh("llama")
     out = model.generate(prompt(), **GREEDY, **LOOKUP, return_dict_in_generate=True)
