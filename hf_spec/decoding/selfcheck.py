@@ -217,7 +217,9 @@ class Trial:
     def _inputs(self) -> dict[str, Any]:
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
         return {
-            "attention_mask": self.mask, CACHE: empty_cache(self.model), "use_cache": True,
+            # Without padding ``generate`` has none, too.
+            **({"attention_mask": self.mask} if self.padded else {}),
+            CACHE: empty_cache(self.model), "use_cache": True,
             **supported_kwargs(self.model, position_ids=positions, logits_to_keep=1),
         }  # fmt: skip
 

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    Cache,
     DynamicCache,
     PreTrainedModel,
 )
@@ -122,6 +123,30 @@ def test_hooks_of_transformers_are_known(fresh: Tiny) -> None:
     model.enable_input_require_grads()
     check_same(model, LOOKUP, prompt(), **GREEDY)
     assert drafts(model)
+
+
+def drops_keys(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    """Keeps every other key of a prompt."""
+    if kwargs["hidden_states"].shape[1] > drops_keys.least:
+        cache = next(one for one in kwargs.values() if isinstance(one, Cache))
+        layer = cache.layers[module.layer_idx]
+        layer.keys, layer.values = layer.keys[:, :, ::2], layer.values[:, :, ::2]
+
+
+def test_hooks_that_drop_keys(fresh: Tiny) -> None:
+    """After the prompt; later they are refused."""
+    model = fresh("llama")
+    stock = model.generate(prompt(), **GREEDY)
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(drops_keys, with_kwargs=True)
+    for least in (1, 10):
+        drops_keys.least = least
+        for given in (prompt(), prompt(batch=2)):
+            check_same(model, LOOKUP, given, **GREEDY)
+        assert model.generate(prompt(), **GREEDY).tolist() != stock.tolist()
+    drops_keys.least = 0
+    with pytest.raises(ValueError, match="layer of a TreeCache"):
+        model.generate(prompt(), **GREEDY, **LOOKUP)
 
 
 def test_what_runs_several_tokens_after_the_prompt_is_refused_with_such_hooks(fresh: Tiny) -> None:
