@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -11,12 +11,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 
 class AttentionLayer(CacheLayerMixin):
-    """Keys and values of one layer: views ``(batch, kv_heads, slots, head_dim)`` of a buffer. With
-    a :attr:`window`, they are rings, of which :meth:`held` gives tokens in their order.
+    """Keys and values of one layer, which read as those of Transformers' own layers: ``(batch,
+    kv_heads, n, head_dim)`` of the tokens that the cache holds, with a :attr:`window` of the last
+    ``window - 1``.
 
-    ``with_front`` holds the same keys and values, preceded by the front slots. A layer of indexed
-    attention has ``indexer_keys`` ``(batch, 1, slots, index_head_dim)``, too, by which it chooses
-    the keys that each query sees.
+    They are in ``views`` ``(batch, kv_heads, slots, head_dim)`` of buffers, by name; with a window
+    these are rings, of which :meth:`held` gives tokens in their order. ``with_front`` has the same,
+    preceded by the front slots. A layer of indexed attention has ``indexer_keys`` ``(batch, 1,
+    slots, index_head_dim)`` there, too, by which it chooses the keys that each query sees.
 
     Args:
         cache: the ``TreeCache`` that it belongs to, which must outlive its use: it owns the layer,
@@ -28,10 +30,11 @@ class AttentionLayer(CacheLayerMixin):
     record_past = False
 
     def __init__(self, cache: Any, index: int):
-        super().__init__()
         self._cache, self.index = ref(cache), index
         self.appended = 0  # tokens appended outside a block, not yet counted in cache.lengths
         self.with_front: dict[str, Tensor] = {}
+        self.views: dict[str, Tensor] = {}
+        self.is_initialized = False
 
     @property
     def cache(self) -> Any:
@@ -51,7 +54,7 @@ class AttentionLayer(CacheLayerMixin):
 
     def held(self, name: str, first: int, end: int) -> Tensor:
         """A copy of the states ``(batch, heads, n, dim)`` of tokens ``first .. end - 1``."""
-        states: Tensor = getattr(self, name)
+        states = self.views[name]
         tokens = torch.arange(first, end, device=states.device)
         return states.index_select(2, tokens % states.shape[2])
 
@@ -69,16 +72,13 @@ class AttentionLayer(CacheLayerMixin):
 
     def attach(self, name: str, with_front: Tensor, front: int) -> None:
         """Use this view, front slots included, as ``keys``, ``values`` or ``indexer_keys``."""
-        self.with_front[name] = with_front
-        setattr(self, name, with_front[:, :, front:])
+        self.with_front[name], self.views[name] = with_front, with_front[:, :, front:]
         self.is_initialized = True
         self.dtype, self.device = with_front.dtype, with_front.device
 
     def detach(self) -> None:
         """Drop the states."""
-        for name in self.with_front:
-            setattr(self, name, None)
-        self.with_front, self.is_initialized = {}, False
+        self.with_front, self.views, self.is_initialized = {}, {}, False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -145,7 +145,7 @@ class AttentionLayer(CacheLayerMixin):
 
     def _put(self, name: str, new: Tensor, start: int) -> None:
         """Write states of each row's tokens ``start ..``."""
-        view, count = getattr(self, name), new.shape[2]
+        view, count = self.views[name], new.shape[2]
         slot = start % view.shape[2]
         if slot + count > view.shape[2]:  # a ring comes round
             tokens = torch.arange(start, start + count, device=view.device)
@@ -157,6 +157,47 @@ class AttentionLayer(CacheLayerMixin):
             target.copy_(new.nan_to_num(0.0, 0.0, 0.0))
         else:  # in one pass, as cheap as the copy
             torch.nan_to_num(new, 0.0, 0.0, 0.0, out=target)
+
+    # -- read as a layer of Transformers' own ------------------------------------------------
+
+    def _read(self, name: str) -> Tensor | None:
+        """The states of the tokens that the cache holds: a view, or a copy where they come round in
+        a ring; None if there are none.
+
+        Raises:
+            ValueError: rows have different lengths, which one tensor cannot show.
+        """
+        if name not in self.views:
+            return None
+        self.cache.uniform_length()
+        end, states = self.get_seq_length(), self.views[name]
+        first = 0 if self.window is None else max(end - self.window + 1, 0)
+        start = first % states.shape[2]
+        if start + end - first > states.shape[2]:
+            return self.held(name, first, end)
+        return states[:, :, start : start + end - first]
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(
+            "a layer of a TreeCache has its rows and lengths in common with the others: call crop, "
+            "reset, reorder_cache, batch_select_indices or batch_repeat_interleave of the cache. "
+            "To replace keys or values of layers, copy them: DynamicCache(cache)."
+        )
+
+    keys: Any = property(lambda self: self._read("keys"), _refuse)
+    values: Any = property(lambda self: self._read("values"), _refuse)
+
+    @property
+    def indexer_keys(self) -> Tensor | None:
+        states = self._read("indexer_keys")
+        return None if states is None else states[:, 0]
+
+    @property
+    def _sliding_window_tensor(self) -> Tensor | None:
+        return None if self.window is None else torch.tensor(self.window, device="cpu")
+
+    crop = reset = reorder_cache = batch_select_indices = batch_repeat_interleave = _refuse
+    offload = prefetch = _refuse
 
     # Before Transformers 5.21, modules with recurrent states read these of a layer.
 

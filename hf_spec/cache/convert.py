@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_spec.cache.buffers import aligned, signature
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
+from hf_spec.modeling_patches.fingerprint import origin
 from hf_spec.modeling_patches.support import LAYERS
+
+#: Packages whose methods of caches are Transformers' own.
+_STOCK = ("transformers.", "torch.", "abc.", "typing.")
 
 
 def take_over(
@@ -56,7 +62,7 @@ def take_over(
         columns = _columns(cache, states.slots(states.windows.get(members[0][0])), order, count)
         for index, name in members:
             layer = layers[index]
-            _copy_in(getattr(cache.layers[index], name), _held(layer)[name], columns, count)
+            _copy_in(cache.layers[index].views[name], _held(layer)[name], columns, count)
             left[index] -= 1
             if not left[index]:
                 _free(layer)
@@ -118,20 +124,34 @@ def unpack_into(cache: TreeCache, target: DynamicCache) -> None:
 
 
 def check_packable(cache: Cache) -> None:
-    """Raise a ValueError, with the cache or layer type, unless :func:`take_over` can take it."""
+    """Raise a ValueError, with the cache or layer type, unless :func:`take_over` can take it, and
+    it does nothing but keep states: its own methods are called no more."""
     remedy = "Pass a DynamicCache, the TreeCache of an earlier call, or no cache."
     if not isinstance(cache, Cache) or getattr(cache, "offloading", False):
         kind = "an offloaded cache" if isinstance(cache, Cache) else type(cache).__name__
         raise ValueError(f"the given cache is {kind}: it cannot hold a tree. {remedy}")
-    for layer in cache.layers:
-        # Subclasses of the dynamic layer not named there quantize or compress.
-        name = type(layer).__name__
-        if name not in LAYERS:
+    kinds: list[Any] = [type(layer) for layer in getattr(cache, "layers", ())]
+    kinds += filter(None, [getattr(cache, "layer_class_to_replicate", None)])
+    for kind in kinds:
+        # Subclasses of the dynamic layer quantize, compress, or are a user's.
+        name = kind.__name__
+        if name not in LAYERS or kind is not getattr(cache_utils, name, None):
             static = " For compiled steps give cache_implementation='static' instead."
             raise ValueError(
                 f"the given cache has a layer of type {name}: rows cannot be rolled back there. "
                 f"{remedy}{static if 'Static' in name else ''}"
             )
+    leaves_out = "strategies keep states in a cache of their own, which would leave that out."
+    if type(cache) not in (Cache, DynamicCache):
+        raise ValueError(
+            f"the given cache is of type {type(cache).__name__}, which may do more than keep "
+            f"states: {leaves_out} {remedy}"
+        )
+    if replaced := sorted(_replaced(cache, *cache.layers)):
+        raise ValueError(
+            f"methods of the given cache are not Transformers' own ({', '.join(replaced)}): "
+            f"{leaves_out} Generate without assistant_strategy."
+        )
     lengths = {
         layer.keys.shape[2] for layer in cache.layers
         if getattr(layer, "keys", None) is not None and not getattr(layer, "is_sliding", False)
@@ -142,6 +162,23 @@ def check_packable(cache: Cache) -> None:
             "not to tokens, and a tree's nodes go to all of them. Generate without "
             "assistant_strategy."
         )
+
+
+def _replaced(*things: Any) -> set[str]:
+    """Methods of caches and layers, or of their classes, that somebody has replaced."""
+    kinds = {kind for thing in things for kind in type(thing).__mro__}
+    names = {
+        f"{kind.__name__}.{name}"
+        for kind in kinds
+        for name, value in vars(kind).items()
+        if isinstance(value, FunctionType) and not origin(value).startswith(_STOCK)
+    }
+    return names | {
+        f"{type(thing).__name__}.{name}"
+        for thing in things
+        for name, value in vars(thing).items()
+        if callable(value) and callable(getattr(type(thing), name, None))
+    }
 
 
 def _held(layer: Any) -> dict[str, Tensor]:

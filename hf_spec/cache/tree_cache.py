@@ -15,7 +15,7 @@ same length; gradients flow through what a forward appends, not through what it 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -105,7 +105,8 @@ class TreeCache(StatefulCache):
             raise ValueError(
                 f"TreeCache holds rows of different lengths {self.host_lengths}: outside "
                 "speculative decoding a cache has one length. Pass it to "
-                "generate(assistant_strategy=...), or process the rows one by one."
+                "generate(assistant_strategy=...), or process the rows one by one: "
+                "batch_select_indices(torch.tensor([row])) of a copy.deepcopy of it."
             )
         return self.max_length
 
@@ -301,6 +302,16 @@ class TreeCache(StatefulCache):
         self.batch_select_indices(beam_idx)
 
     # -- the rest of a Transformers cache ----------------------------------------------------
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
+        """The layers' keys, values and windows, as of a ``DynamicCache``, which can be made of
+        them.
+
+        Raises:
+            ValueError: rows have different lengths.
+        """
+        for layer in self.layers:
+            yield layer.keys, layer.values, layer._sliding_window_tensor
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The length of the longest row, even if the layer was skipped."""

@@ -20,6 +20,7 @@ from hf_spec.model.target import Target
 from hf_spec.modeling_patches.attention_masks import local_attention
 from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.modeling_patches.dynamic_rope import recompute_end
+from hf_spec.modeling_patches.fingerprint import ALIKE
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
 
 
@@ -150,6 +151,23 @@ def check_positions(given: Tensor | None, mask: Tensor | None, new: Tensor, ends
         raise ValueError(
             f"position_ids with a TreeCache as {CACHE}: its next tokens have the positions before "
             f"{ends.tolist()}, and these are others. Leave them out, or leave {CACHE} out."
+        )
+
+
+def check_alone(model: Any, owner: CacheOwner) -> None:
+    """Raise a ValueError if a call whose steps must be of one token each runs others after its
+    prompt, or cannot run its prompt as plain generation does."""
+    why, end = None, recompute_end(model)
+    if isinstance(owner.given, TreeCache):
+        why = f"a TreeCache as {CACHE} is continued"
+    elif end is not None and owner.sequences.max_length > end:
+        why = f"the cache is computed anew at position {end}"
+    if why is not None:
+        raise ValueError(
+            f"{why} by forwards of several tokens, and steps of this {type(model).__name__} are of "
+            "one token: its hooks or modules may tell the tokens of a forward apart. Set "
+            f"{ALIKE} = True on them if they don't; leave {CACHE} out, or generate without "
+            "assistant_strategy."
         )
 
 

@@ -15,6 +15,7 @@ from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.cache_owner import CacheOwner
+from hf_spec.decoding.cache_reuse import check_alone
 from hf_spec.decoding.call_sequences import Sequences
 from hf_spec.decoding.inputs import prompt_ids
 from hf_spec.decoding.outputs import SpecGenerateOutput
@@ -72,6 +73,8 @@ def decode(
     stats = SpecStats(strategy.method.name)
     watch = Stopwatch(stats, model.device, ranks.same)
     owner = CacheOwner(model_kwargs.get(CACHE), sequences, wants)
+    if strategy.alone:
+        check_alone(model, owner)
     with ExitStack() as stack:
         stack.callback(owner.give_back)  # also after an error or interrupt
         scorer = Scorer(logits_processor, sequences)

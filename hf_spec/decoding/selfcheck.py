@@ -6,11 +6,16 @@ and kind of forward: small trees after a short random prompt must give the logit
 generation along each path. A model that mishandles explicit masks or positions, or a drafter's
 changes, is refused here; otherwise it would silently generate wrong tokens, or fail in the middle
 of a call.
+
+A trial says nothing of hooks that act from the n-th token of a forward on, at certain tokens or in
+some forwards, nor of code that changes what it is switched by as it runs. There steps are of one
+token, as in plain generation, and so are those of the trial.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import logging
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -35,15 +40,17 @@ from hf_spec.model.hidden_states import Reads, output_logits, supported_kwargs
 from hf_spec.model.rounding import tolerance
 from hf_spec.model.target import Target
 from hf_spec.modeling_patches.cache_name import CACHE
-from hf_spec.modeling_patches.fingerprint import Fingerprint, fingerprint
+from hf_spec.modeling_patches.fingerprint import ALIKE, Fingerprint, fingerprint
 from hf_spec.modeling_patches.modules import decoder_of
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.modeling_patches.support import VERIFIED, empty_cache
 from hf_spec.modeling_patches.weights import placement
 
-#: The root with two children, of which the second has a child; and the path there, which plain
-#: generation decodes, which pruning leaves, and which is committed. The root follows it once more.
-_TREE, _PATH = TokenTree.from_paths([[0], [1], [1, 0]]), [0, 2, 3]
+logger = logging.getLogger(__name__)
+
+#: Nodes of a trial's tree: of a model of Transformers', whose code treats tokens alike; and of
+#: another one, which may act from the n-th token of a forward on.
+FEW, MANY = 4, 64
 _PROMPT, _PADDING = 8, 3
 #: Number of verdicts that are kept for a model.
 KEPT = 64
@@ -53,8 +60,18 @@ _NO_TREE = (
     "assistant_strategy, or try attn_implementation='eager'"
 )
 _NO_HOOKS = (
-    "computes other logits over a tree's tokens than token by token. Remove the hooks if they tell "
-    "tokens of a forward apart, or generate without assistant_strategy"
+    "computes other logits over a tree's tokens than token by token. If the hooks tell tokens of a "
+    f"forward apart, don't set {ALIKE} on them, so that steps are of one token. Or generate "
+    "without assistant_strategy"
+)
+_ALONE = (
+    "computes other logits in steps of one token than in plain generation. Remove the hooks if "
+    "they count on its masks, positions or cache, or generate without assistant_strategy"
+)
+_ONE_TOKEN = (
+    "%s: %s, so that steps are of one token each, without drafts, as in plain generation. If %s "
+    f"treat all tokens of a forward alike, whatever their number and places, set {ALIKE} = True on "
+    "%s."
 )
 _NO_STATES = (
     "makes its logits of more than its decoder's final states, which heads and probes are read "
@@ -66,43 +83,77 @@ _NO_STATES = (
 def check_tree_forward(
     model: Any, name: str, drafter: Drafter | None = None, padded: bool = False,
     running: Fingerprint | None = None, rows: int = 2,
-) -> None:  # fmt: skip
+) -> bool:  # fmt: skip
     """Raise a ValueError unless the model's tree forward equals plain generation; free for known
     models that are as Transformers has made them.
 
     Args:
         name: name of the feature that needs it, for errors.
         drafter: a drafter whose changes to forwards are checked, too. None if final states are
-            read instead.
+            read instead, of forwards over whole texts.
         padded: whether a call may have padding; equal on all ranks that share the model.
         running: how the model runs; None to find out.
         rows: the call's batch size, which hooks may count on; likewise equal on all ranks.
+
+    Returns:
+        Whether steps must be of one token, as no trial can tell that others are right; a warning
+        says so once.
     """
     running = fingerprint(model) if running is None else running
     if running.stock and model.config.get_text_config(decoder=True).model_type in VERIFIED:
-        return
+        return False
     rows = rows if running.rows_stay else 2
-    kind = None if drafter is None else drafter.kind_of_forward
-    key = running.state, rows, padded, kind
-    checked: dict[Hashable, None] = memory(model).setdefault("self-checks", {})
-    if key in checked:
-        return
+    call = rows, padded, None if drafter is None else drafter.kind_of_forward
+    checked: dict[Hashable, bool] = memory(model).setdefault("self-checks", {})
+    keys = (running.code, call), (running.tried, call)
+    found = next((checked[key] for key in keys if key in checked), None)
+    if found is not None:
+        return found
+    trial = Trial(model, padded, rows, FEW if running.stock else MANY)
     reads = drafter is None or (drafter.reads.tokens is not None and not drafter.reads.layers)
-    _try(Trial(model, padded, rows), name, drafter, reads, running)
-    checked[key] = None
+    alone, changed = bool(running.apart) and drafter is not None, set[str]()
+    if not alone:
+        changed = _try(trial, name, drafter, reads, running)
+        alone = bool(changed) and drafter is not None
+    if alone:
+        changed |= _try(trial, name, None, False, running, alone)
+        _tell(model, running, changed)
+    if alone and changed:  # what it holds is another thing in each call
+        checked[running.code, call] = alone
+    else:
+        checked[running.tried, call] = checked[fingerprint(model).tried, call] = alone
     for old in [*checked][:-KEPT]:
         checked.pop(old, None)
+    return alone
+
+
+def _tell(model: Any, running: Fingerprint, changed: Collection[str]) -> None:
+    """Warn, once, that steps are of one token, and say how to change that."""
+    why, they, what = f"its modules have hooks ({_listed(running.apart)})", "these", "each of them"
+    if not running.apart:
+        why = f"what its modules or functions hold changes as they run ({_listed(changed)})"
+        they, what = "they", "their classes or the functions"
+    told: set[str] = memory(model).setdefault("told", set())
+    if why not in told:
+        told.add(why)
+        logger.warning(_ONE_TOKEN, type(model).__name__, why, they, what)
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:3]) + ", ..." * (len(names) > 3)
 
 
 def _try(
-    trial: Trial, name: str, drafter: Drafter | None, reads: bool, running: Fingerprint
-) -> None:
-    """Raise a ValueError unless a trial succeeds."""
+    trial: Trial, name: str, drafter: Drafter | None, reads: bool, running: Fingerprint,
+    alone: bool = False,
+) -> set[str]:  # fmt: skip
+    """Raise a ValueError unless a trial succeeds; ``alone``: of steps of one token. Returns names
+    of what changed as it ran, of that which may switch the model."""
     model = trial.model
     hooks = f" with hooks ({', '.join(sorted(running.hooks))})" if running.hooks else ""
     what = f"{type(model).__name__}{hooks} does not work with {name}"
     try:
-        problem, error = trial.run(drafter, reads)
+        problem, error = (_ALONE, trial.run_alone()) if alone else trial.run(drafter, reads)
     except torch.OutOfMemoryError:
         raise
     except Exception as raised:
@@ -111,7 +162,8 @@ def _try(
             "none."
         ) from raised
     if error <= tolerance(trial.dtypes):  # which NaN is not
-        return
+        changed = trial.before.held ^ fingerprint(model).held
+        return {name.split(maxsplit=1)[-1] for name, _ in changed}
     if running.hooks and problem == _NO_TREE:
         problem = _NO_HOOKS
     if model.training:
@@ -126,29 +178,37 @@ def _try(
 class _Pruning:
     """Keeps only the longest path."""
 
-    def __init__(self, layer: int):
-        self.layer = layer
+    def __init__(self, layer: int, path: Sequence[int]):
+        self.layer, self._path = layer, path
 
     def likely(self, hidden: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
         likely = torch.zeros_like(tree.valid)
-        likely[:, _PATH] = True
+        likely[:, self._path] = True
         return likely, -tree.depths.float()
 
 
 class Trial:
-    """Random prompts, the last one perhaps padded, and a tree after each.
+    """Random prompts, the last one perhaps padded, and a tree after each: a root with children, of
+    which the last has a child. The path there is what plain generation decodes, what pruning leaves
+    and what is committed; the root follows it once more.
 
     Attributes:
         dtypes: what was computed in; known after :meth:`run`.
+        before: how the model ran after plain generation, which may have made what is made once.
     """
 
-    def __init__(self, model: Any, padded: bool = False, rows: int = 2):
+    before: Fingerprint
+
+    def __init__(self, model: Any, padded: bool = False, rows: int = 2, nodes: int = FEW):
         self.model, self.padded, self.dtypes = model, padded, {model.dtype}
         self.config = GenerationConfig(return_dict_in_generate=True, output_logits=True)
         self.config._pad_token_tensor = None
+        children = [[rank] for rank in range(nodes - 2)]
+        self.tree = TokenTree.from_paths([*children, [nodes - 3, 0]])
+        self.path = [0, nodes - 2, nodes - 1]
         # A separate generator, so that the caller's seeded generator is not advanced.
         generator = torch.Generator("cpu").manual_seed(0)
-        vocab, nodes = model.config.get_text_config(decoder=True).vocab_size, len(_TREE)
+        vocab = model.config.get_text_config(decoder=True).vocab_size
         ids = torch.randint(vocab, (rows, _PROMPT + nodes), generator=generator, device="cpu")
         self.prompt, self.nodes = ids.to(placement(model).device).split([_PROMPT, nodes], dim=1)
         self.mask = torch.ones_like(self.prompt)
@@ -157,7 +217,9 @@ class Trial:
     def _inputs(self) -> dict[str, Any]:
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
         return {
-            "attention_mask": self.mask, CACHE: empty_cache(self.model), "use_cache": True,
+            # Without padding ``generate`` has none, too.
+            **({"attention_mask": self.mask} if self.padded else {}),
+            CACHE: empty_cache(self.model), "use_cache": True,
             **supported_kwargs(self.model, position_ids=positions, logits_to_keep=1),
         }  # fmt: skip
 
@@ -186,31 +248,42 @@ class Trial:
                 chain = Tree.chain(self.nodes[:, : node + 1])
                 target(chain, first=node, changes=drafter.drafting)
             target.cache.rollback()
-        tree = Tree.of_shapes([_TREE] * rows, device).with_tokens(self.nodes)
+        tree = Tree.of_shapes([self.tree] * rows, device).with_tokens(self.nodes)
         if drafter is not None and drafter.probe_inputs is not None:
             probes = len(drafter.probe_inputs.embeddings)
-            tree = tree.attach_probes(ProbeGroup.causal(probes))
+            under = [probes * (node in self.path) for node in range(len(self.tree))]
+            tree = tree.attach_probes(ProbeGroup.causal(probes), [under] * rows)
         output = target(tree)
         if output.hidden is not None:
             hidden = output.hidden[:, : tree.num_tokens]
             error = _disagreement(output_logits(model, hidden), output.logits)
             if not error <= tolerance(self.dtypes):
                 return _NO_STATES, error
-        accepted, errors = _PATH, [_error(output.logits[:, _PATH], expected)]
+        accepted, errors = self.path, [_error(output.logits[:, self.path], expected)]
         if drafter is not None and drafter.pruning is not None:
-            output = target(tree, pruning=_Pruning(drafter.pruning.layer))
-            accepted = [*range(len(_PATH))]
+            output = target(tree, pruning=_Pruning(drafter.pruning.layer, self.path))
+            accepted = [*range(len(self.path))]
             errors.append(_error(output.logits, expected))
         # The cache must then hold the accepted path as if it had been forwarded alone.
         nodes = torch.tensor([accepted] * rows, device=device)
         target.cache.commit([len(accepted)] * rows, nodes, output.tree.slots)
         errors.append(_error(target(Tree.roots(self.nodes[:, 0])).logits[:, 0], again))
-        return _NO_TREE, float(torch.tensor(errors, device="cpu").max())  # NaN if any is
+        return _NO_TREE, _largest(errors)
+
+    def run_alone(self) -> float:
+        """The largest relative error of steps of one token each."""
+        expected, target = self._plain(), self._target(None, Reads())
+        errors = []
+        for node, plain in zip([*self.path, 0], expected, strict=True):
+            logits = target(Tree.roots(self.nodes[:, node])).logits[:, 0]
+            target.cache.commit([1] * len(self.nodes))
+            errors.append(_error(logits, plain))
+        return _largest(errors)
 
     def _plain(self) -> Sequence[Tensor]:
         """Plain generation's logits ``(rows, vocab)`` after each node of the path, and after the
         root once more."""
-        forced, changes = self.nodes[:, [*_PATH, 0]], Changes()
+        forced, changes = self.nodes[:, [*self.path, 0]], Changes()
         changes.before(decoder_of(self.model), self._note_dtype)
 
         def force(ids: Tensor, scores: Tensor) -> Tensor:
@@ -222,6 +295,7 @@ class Trial:
             _until(_PROMPT + forced.shape[1] + 1), self.config, **self._inputs(),
         )  # fmt: skip
         logits: Sequence[Tensor] = output.logits
+        self.before = fingerprint(self.model)
         return logits[1:]
 
     def _note_dtype(self, args: Any, kwargs: Any) -> None:
@@ -233,6 +307,10 @@ class Trial:
 
 def _until(length: int) -> StoppingCriteriaList:
     return StoppingCriteriaList([MaxLengthCriteria(length)])
+
+
+def _largest(errors: Sequence[float]) -> float:
+    return float(torch.tensor(errors, device="cpu").max())  # NaN if any is
 
 
 def _error(found: Tensor, expected: Tensor) -> float:

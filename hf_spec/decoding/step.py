@@ -83,6 +83,8 @@ class Steps:
         """The step's trees, and whether they repeat earlier answers, which says nothing of the
         strategy."""
         state, policy, limits = self.state, self.policy, _depth_limits(self.state)
+        if self.strategy.alone:
+            return Tree.roots(state.root), False
         known = None if self.earlier is None else self.earlier.rows(state)
         if known is not None:
             return Tree.of_rows(known, state.root.device).within(limits), True

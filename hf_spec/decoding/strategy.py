@@ -35,6 +35,7 @@ class Strategy:
         packed: lets forwards compute with packed copies of weights; None if there are none.
         rows_stay: whether each forward must have all rows of the batch in their order, as hooks may
             count on it.
+        alone: whether steps are of one token, as code of the user's may tell tokens apart.
     """
 
     model: Any
@@ -48,6 +49,7 @@ class Strategy:
     graphs: Graphs | None
     packed: Changes | None
     rows_stay: bool
+    alone: bool
 
     @classmethod
     def of(
@@ -71,9 +73,11 @@ class Strategy:
         running = fingerprint(model)
         # Ranks must run the same trials, whatever their batches.
         rows = 2 if synced else rows
-        check_tree_forward(model, method.name, drafter, padded or synced, running, rows)
+        alone = check_tree_forward(model, method.name, drafter, padded or synced, running, rows)
         samples = bool(config.do_sample)
         timed, lookup = resolve(options, drafter, samples)
+        if alone:
+            drafter, timed, lookup = _plain(model), False, False
         adapter = None
         with suppress(ValueError):  # several are active; the drafter raises if that is a problem
             adapter = method.active_adapter(model, options.adapter)  # on which acceptance depends
@@ -82,10 +86,12 @@ class Strategy:
             one.add_to(packed)
         name = None if adapter is None else adapter.name
         kind = method.name, key_of(options), name, len(copies)
-        graphs = graphs_for(model, config, drafter, kind)
+        # Code is for what the model holds, which would be another thing in each call.
+        compiles = not alone or bool(running.apart)
+        graphs = graphs_for(model, config, drafter, kind) if compiles else None
         return cls(
             model, method, options, drafter, timed, lookup, samples, kind, graphs,
-            packed if copies else None, running.rows_stay,
+            packed if copies else None, running.rows_stay, alone,
         )  # fmt: skip
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -101,6 +107,12 @@ class Strategy:
         # Sampled text is harder to predict, and choosing its tokens takes longer.
         key = Learned, self.kind, self.graphs is not None, self.samples
         return recall(self.model, key, Learned)
+
+
+def _plain(model: Any) -> Drafter:
+    """A drafter that drafts nothing."""
+    method = get_method("plain")
+    return method.make_drafter(model, method.parse_options(None))
 
 
 def resolve(options: DraftOptions, drafter: Drafter, do_sample: bool) -> tuple[bool, bool]:

@@ -43,7 +43,7 @@ def test_rows_hold_what_their_next_token_sees(windows: str, lengths: list[int]) 
         pair.step()
     for layer, window in zip(pair.cache.layers, WINDOWS[windows]):
         most = pair.cache.capacity if window is None else window - 1 + 8  # a block's nodes
-        assert layer.keys.shape[2] <= most
+        assert layer.views["keys"].shape[2] <= most
     assert max(pair.naive.lengths) > 40
 
 

@@ -173,7 +173,7 @@ def test_unpacking_fills_no_layer_twice_and_frees_each() -> None:
     """Never are both caches whole; an interrupt may come in between."""
     pair, target = Pair(SPECS["equal"], [5, 5], 64, seed=0), DynamicCache()
     target.layers = [DynamicLayer() for _ in pair.specs]
-    views = [ref(layer.keys.untyped_storage()) for layer in pair.cache.layers]
+    views = [ref(layer.views["keys"].untyped_storage()) for layer in pair.cache.layers]
 
     def interrupted(*args: Any) -> None:
         # Of two buffers for three layers the first is no longer needed.
@@ -338,8 +338,9 @@ def test_an_index_follows_its_keys() -> None:
     def check(cache: TreeCache) -> None:
         layer = cache.layers[0]
         for row, length in enumerate(cache.host_lengths):
-            index = layer.indexer_keys[row, 0, :length]
-            assert length and torch.equal(index, 2 * layer.keys[row, 0, :length, :3])
+            views = layer.views
+            index = views["indexer_keys"][row, 0, :length]
+            assert length and torch.equal(index, 2 * views["keys"][row, 0, :length, :3])
 
     source = DynamicCache()
     source.layers.append(DynamicIndexedLayer())

@@ -99,7 +99,7 @@ def check_blocks(
                 expected = block_sequences(self.network, ids, None, place)[0, 0]
                 # The base's states of padded rows are rounded otherwise.
                 torch.testing.assert_close(self.hidden[row], expected, rtol=1e-3, atol=1e-3)
-                seen.append((state.batch_size, self.cache.layers[-1].keys.shape[2]))
+                seen.append((state.batch_size, self.cache.layers[-1].views["keys"].shape[2]))
         return tree
 
     monkeypatch.setattr(drafter, "propose", checked)

@@ -183,6 +183,26 @@ def test_other_weights(shallow: Tiny, way: Any) -> None:
     assert made == [True, False, True, True]
 
 
+NUMBERS: dict[str, Any] = {
+    "an attribute": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 2.0),
+    "of a config": lambda model: setattr(model.config, "final_logit_softcapping", 0.3),
+    "of a norm": lambda model: setattr(model.model.norm, "eps", 1.0),
+}
+
+
+@pytest.mark.parametrize("way", [RECORDED, CAPTURED], ids=["recorded", "compiled"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_a_forward_reads(shallow: Tiny, way: Any, name: str) -> None:
+    """They are constants of code, which is made anew where one has changed."""
+    model: Any = shallow("gemma2", layers=2)
+    spec, inputs = drafting("prompt_lookup", max_nodes=4), prompt()
+    before = check_one(model, spec, way, inputs=inputs)
+    NUMBERS[name](model)
+    after = check_one(model, spec, way, inputs=inputs)
+    assert compiled(after)["made"] and compiled(before)["made"]
+    assert after.sequences.tolist() != before.sequences.tolist() or name != "an attribute"
+
+
 def test_caches_over_turns(shallow: Tiny) -> None:
     """What a call returns is the caller's, and the next call records nothing."""
     model, spec = shallow(), drafting("prompt_lookup", max_nodes=4)

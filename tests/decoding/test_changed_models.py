@@ -1,6 +1,7 @@
 """Models that are not what their type promises: hooks, attention and functions of the user's own.
 
-They decode as plain generation does, or are refused by name before the first token.
+They decode as plain generation does, perhaps token by token, or are refused by name before the
+first token.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,10 +16,17 @@ from running import drafting
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+)
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 import hf_spec
+from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.modeling_patches.fingerprint import fingerprint
 
 pytestmark = pytest.mark.usefixtures("hooks_count")
@@ -50,9 +58,14 @@ def to_all(hidden: Tensor) -> Tensor:
     return hidden + VECTORS[0]
 
 
+def from_sixth(hidden: Tensor) -> Tensor:
+    return torch.cat([hidden[:, :5], to_all(hidden[:, 5:])], dim=1)
+
+
 #: They tell tokens apart.
 APART: list[Callable[[Tensor], Tensor]] = [
     to_last,
+    from_sixth,
     lambda hidden: to_all(hidden) if hidden.shape[1] == 1 else hidden,
     lambda hidden: to_all(hidden) if hidden.shape[1] > 1 else hidden,
 ]
@@ -67,16 +80,85 @@ def ready(fresh: Tiny, method: str) -> PreTrainedModel:
     return model
 
 
+def alike(hook: Any) -> Any:
+    """The hook, which says that it treats tokens alike."""
+    hook.treats_tokens_alike = True
+    return hook
+
+
+def drafts(model: Any) -> bool:
+    """Whether the last call drafted anything."""
+    return bool(hf_spec.last_stats(model).num_drafted_tokens)
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_hooks_that_tell_tokens_apart_are_refused(fresh: Tiny, method: str) -> None:
+def test_with_hooks_that_may_tell_tokens_apart_steps_are_of_one_token(
+    fresh: Tiny, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning says so, and what to say of hooks that do not. Others that say so are refused."""
     model = ready(fresh, method)
     check_same(model, drafting(method), prompt(), **GREEDY)
+    assert drafts(model)
     for change in APART:
         handle = model.model.layers[1].register_forward_hook(steered(change))
-        with pytest.raises(ValueError, match=rf"hooks \(steer\) does not work with {method}"):
+        for given in ({"inputs": prompt()}, ragged((12, 5))):
+            check_same(model, drafting(method), **given, **GREEDY)
+            assert not drafts(model)
+        handle.remove()
+        handle = model.model.layers[1].register_forward_hook(alike(steered(change)))
+        with pytest.raises(
+            ValueError, match=rf"hooks \(steer\) does not work with {method}.*apart"
+        ):
             model.generate(prompt(), **GREEDY, **drafting(method))
         handle.remove()
         check_same(model, drafting(method), prompt(), **GREEDY)
+        assert drafts(model)
+    [warned] = [one.message for one in caplog.records if "one token each" in one.message]
+    assert "hooks (steer), so" in warned and "set treats_tokens_alike = True on each" in warned
+
+
+def test_hooks_of_transformers_are_known(fresh: Tiny) -> None:
+    """As in training, for gradient checkpointing with adapters."""
+    model = fresh("llama")
+    model.enable_input_require_grads()
+    check_same(model, LOOKUP, prompt(), **GREEDY)
+    assert drafts(model)
+
+
+def drops_keys(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    """Keeps every other key of a prompt."""
+    if kwargs["hidden_states"].shape[1] > drops_keys.least:
+        cache = next(one for one in kwargs.values() if isinstance(one, Cache))
+        layer = cache.layers[module.layer_idx]
+        layer.keys, layer.values = layer.keys[:, :, ::2], layer.values[:, :, ::2]
+
+
+def test_hooks_that_drop_keys(fresh: Tiny) -> None:
+    """After the prompt; later they are refused."""
+    model = fresh("llama")
+    stock = model.generate(prompt(), **GREEDY)
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(drops_keys, with_kwargs=True)
+    for least in (1, 10):
+        drops_keys.least = least
+        for given in (prompt(), prompt(batch=2)):
+            check_same(model, LOOKUP, given, **GREEDY)
+        assert model.generate(prompt(), **GREEDY).tolist() != stock.tolist()
+    drops_keys.least = 0
+    with pytest.raises(ValueError, match="layer of a TreeCache"):
+        model.generate(prompt(), **GREEDY, **LOOKUP)
+
+
+def test_what_runs_several_tokens_after_the_prompt_is_refused_with_such_hooks(fresh: Tiny) -> None:
+    model = fresh("llama")
+    out = model.generate(prompt(), **GREEDY, **LOOKUP, return_dict_in_generate=True)
+    hook, ids = steered(to_all), torch.cat([out.sequences, prompt(4)], dim=1)
+    model.model.layers[1].register_forward_hook(hook)
+    with pytest.raises(ValueError, match="TreeCache .* is continued by forwards.*treats_tokens_al"):
+        model.generate(ids, **GREEDY, **LOOKUP, **{CACHE: out[CACHE]})
+    model.generate(ids, **GREEDY, **LOOKUP, **{CACHE: DynamicCache()})
+    alike(hook)
+    model.generate(ids, **GREEDY, **LOOKUP, **{CACHE: out[CACHE]})
 
 
 class Steering:
@@ -93,6 +175,7 @@ class Steering:
 
 
 def test_a_hook_that_is_switched_on(fresh: Tiny) -> None:
+    """It counts its calls, and so is tried once."""
     for attribute, value in (("on", True), ("strength", 1.0), ("vector", VECTORS[1, 0])):
         for register in (lambda steering: steering, lambda steering: steering.__call__,
                          lambda steering: lambda *given: steering(*given)):  # fmt: skip
@@ -106,19 +189,19 @@ def test_a_hook_that_is_switched_on(fresh: Tiny) -> None:
                 steering.vector.copy_(value)
             else:
                 setattr(steering, attribute, value)
-            with pytest.raises(ValueError, match="than token by token. Remove the hooks"):
-                model.generate(prompt(), **GREEDY, **LOOKUP)
+            check_same(model, LOOKUP, prompt(), **GREEDY)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_hooks_on_all_tokens(fresh: Tiny, method: str) -> None:
     model, calls = ready(fresh, method), []
     unhooked = model.generate(prompt(), **GREEDY)
-    model.model.layers[1].register_forward_hook(steered(to_all))
-    model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    model.model.layers[1].register_forward_hook(alike(steered(to_all)))
+    model.model.layers[0].register_forward_hook(alike(lambda *_: calls.append(1)))
     assert check_same(model, drafting(method), prompt(), **GREEDY).tolist() != unhooked.tolist()
     calls.clear()
     model.generate(prompt(), **GREEDY, **drafting(method))
+    assert drafts(model)
     assert len(calls) <= GREEDY["max_new_tokens"], "no trial in later calls"
 
 
@@ -126,7 +209,7 @@ def test_hooks_on_all_tokens(fresh: Tiny, method: str) -> None:
 def test_hooks_with_a_value_per_row(fresh: Tiny, method: str) -> None:
     """Rows stay in their places when others end."""
     model = ready(fresh, method)
-    by_row = steered(lambda hidden: hidden + VECTORS[: len(hidden)])
+    by_row = alike(steered(lambda hidden: hidden + VECTORS[: len(hidden)]))
     model.model.layers[1].register_forward_hook(by_row)
     for given in ({"input_ids": prompt(batch=3)}, ragged((40, 5, 9))):
         plain = model.generate(**given, max_new_tokens=24, do_sample=False, eos_token_id=None)
@@ -217,6 +300,99 @@ class ToLast(nn.Module):
         return to_last(hidden)
 
 
+SETTINGS = {"on": 0}
+
+
+class Switched(nn.Module):
+    """Tells tokens apart once it is switched on."""
+
+    kinds = (0,)
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner, self.number, self.words, self.things = inner, 0, ["off"], [{"on": False}]
+        self.plain, self.gate = torch.zeros(()), nn.Parameter(torch.zeros(()))
+        self.register_buffer("flag", torch.tensor(0))
+        self.function: Callable[[], int] = lambda: 0
+
+    def by(self) -> Tensor:
+        numbers = self.number + self.kinds[0] + (self.words == ["on"]) + self.things[0]["on"]
+        return numbers + self.function() + SETTINGS["on"] + self.plain + self.gate + self.flag
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return to_last(self.inner(hidden), self.by() * VECTORS[0])
+
+
+SWITCHES: dict[str, Callable[[Switched], Any]] = {
+    "number": lambda own: setattr(own, "number", 1),
+    "words": lambda own: own.words.__setitem__(0, "on"),
+    "things": lambda own: own.things[0].update(on=True),
+    "class": lambda own: setattr(type(own), "kinds", (1,)),
+    "global": lambda own: SETTINGS.update(on=1),
+    "function": lambda own: setattr(own, "function", lambda: 1),
+    "tensor": lambda own: own.plain.fill_(1),
+    "buffer": lambda own: own.flag.fill_(1),
+    "parameter": lambda own: own.gate.data.fill_(1) and own.gate.mul_(1),
+    "forward": lambda own: setattr(own.inner, "forward", lambda hidden: to_last(hidden)),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_module_of_ones_own_that_is_switched_on(
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, switch: str
+) -> None:
+    monkeypatch.setattr(Switched, "kinds", (0,))
+    monkeypatch.setitem(SETTINGS, "on", 0)
+    model, calls = fresh("llama"), []
+    layer = model.model.layers[1]
+    layer.mlp = own = Switched(layer.mlp)
+    layer.register_forward_pre_hook(alike(lambda *_: calls.append(1)))
+    check_same(model, LOOKUP, prompt(), **GREEDY)
+    calls.clear()
+    model.generate(prompt(), **GREEDY, **LOOKUP)
+    assert len(calls) <= GREEDY["max_new_tokens"], "no trial in later calls"
+    SWITCHES[switch](own)
+    with pytest.raises(ValueError, match="than token by token"):
+        model.generate(prompt(), **GREEDY, **LOOKUP)
+
+
+class Counting(nn.Module):
+    """Tells tokens apart in later calls."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.inner(hidden)
+        return to_last(hidden) if self.calls > 60 else hidden
+
+
+def test_what_changes_as_it_runs_cannot_be_tried(
+    fresh: Tiny, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fresh("llama")
+    layer = model.model.layers[1]
+    layer.mlp = own = Counting(layer.mlp)
+    seen = []
+    for _ in range(4):
+        found = []
+        for spec in (LOOKUP, {}):
+            own.calls = 20 * len(seen)
+            found.append(model.generate(prompt(), **GREEDY, **spec).tolist())
+        seen.append(own.calls)
+        assert found[0] == found[1] or len(seen) == 1, "the trial is counted, too"
+        assert not drafts(model)
+    [warned] = [one.message for one in caplog.records if "one token each" in one.message]
+    assert "hold changes as they run (Counting.calls)" in warned
+    monkeypatch.setattr(Counting, "treats_tokens_alike", True, raising=False)
+    own.calls = 0
+    check_same(model, LOOKUP, prompt(), **GREEDY)
+    assert drafts(model)
+
+
 def test_other_modules_and_forwards_are_tried(fresh: Tiny) -> None:
     model = fresh("llama")
     layer = model.model.layers[1]
@@ -250,6 +426,12 @@ def test_fingerprints(fresh: Tiny) -> None:
     model(prompt(), output_hidden_states=True)
     assert fingerprint(model) == first
     hook, remove = steered(to_all), RemovableHandle.remove
+    attention, norm = model.model.layers[1].self_attn, model.model.norm
+
+    def set_to(owner: Any, name: str, value: Any) -> tuple[Any, Any]:
+        old = getattr(owner, name)
+        return (lambda: setattr(owner, name, value)), (lambda _: setattr(owner, name, old))
+
     changes: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
         (lambda: model.model.layers[0].register_forward_hook(hook), remove),
         (lambda: nn.modules.module.register_module_forward_hook(hook), remove),
@@ -261,10 +443,20 @@ def test_fingerprints(fresh: Tiny) -> None:
          lambda _: torch.set_float32_matmul_precision("highest")),
         (lambda: torch.use_deterministic_algorithms(True),
          lambda _: torch.use_deterministic_algorithms(False)),
+        set_to(attention, "scaling", 2.0), set_to(attention, "scaling", float("nan")),
+        set_to(norm, "variance_epsilon", 1), set_to(model.config, "rope_parameters", {"a": 1}),
+        set_to(model.config, "hidden_act", "gelu"), set_to(attention, "forward", sdpa),
     ]  # fmt: skip
     for change, undo in changes:
         undone = change()
         changed = fingerprint(model)
         assert changed != first and changed == fingerprint(model)
         undo(undone)
+        if "forward" in vars(attention):
+            del attention.forward
         assert fingerprint(model) == first
+    states = set()
+    for scaling in (-1, -2, -1.0, True, "-1", None, (1, 2), (1, 3)):
+        attention.scaling = scaling
+        states.add(fingerprint(model).state)
+    assert len(states) == 8

@@ -80,7 +80,7 @@ def test_architectures(sure: Any, architecture: str, name: str) -> None:
     assert torch.equal(ours.sequences, plain.sequences)
     for mine, theirs in zip(ours[CACHE].layers, plain[CACHE].layers):
         for name in ("keys", "values"):  # some releases hold values in the keys' dtype
-            own, other = getattr(mine, name).dtype, getattr(theirs, name).dtype
+            own, other = mine.views[name].dtype, getattr(theirs, name).dtype
             assert torch.promote_types(own, other) == other
 
 

@@ -192,6 +192,42 @@ def test_rows_with_other_numbers_of_new_tokens(
     assert out.sequences.tolist() == plainly(model, **given, **GREEDY).tolist()
 
 
+class Sinks(DynamicCache):
+    """Keeps the first two tokens and the last eight."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        seen = super().update(*args, **kwargs)
+        for layer in self.layers:
+            if layer.keys.shape[2] > 10:
+                layer.keys = torch.cat([layer.keys[:, :, :2], layer.keys[:, :, -8:]], 2)
+                layer.values = torch.cat([layer.values[:, :, :2], layer.values[:, :, -8:]], 2)
+        return seen
+
+
+def test_caches_that_do_more_are_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their own methods: of a class, of an object, of Transformers' classes themselves."""
+    model, own, update = tiny(), type("DynamicLayer", (DynamicLayer,), {}), DynamicCache.update
+    methods, layers, later = DynamicCache(), DynamicCache(config=model.config), DynamicCache()
+    vars(methods)["update"] = lambda *args: update(methods, *args)
+    vars(layers.layers[1])["crop"] = print
+    later.layer_class_to_replicate = own
+    of_own = DynamicCache()
+    of_own.layers = [own() for _ in range(3)]
+    for cache, message in (
+        (Sinks(), "given cache is of type Sinks.*Pass a DynamicCache"),
+        (type("Other", (StaticCache,), {})(config=model.config, max_cache_len=64), "StaticLayer"),
+        (methods, r"own \(DynamicCache.update\).*without assistant_strategy"),
+        (layers, r"own \(DynamicLayer.crop\)"),
+        (later, "layer of type DynamicLayer"),
+        (of_own, "layer of type DynamicLayer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(prompt(), **{CACHE: cache}, **GREEDY, **LOOKUP)
+    monkeypatch.setattr(DynamicLayer, "update", lambda *args, **kwargs: update(*args, **kwargs))
+    with pytest.raises(ValueError, match=r"own \(DynamicLayer.update\)"):
+        model.generate(prompt(), **GREEDY, **LOOKUP)
+
+
 class QuantizedLayer(DynamicLayer):
     """As in Transformers by name, without its optional dependency."""
 
@@ -286,6 +322,61 @@ def test_until_eos(tiny: Tiny, spec: Spec, tokens: int, settings: str) -> None:
         model.generate(prompt(), **given, **spec, **{CACHE: DynamicCache(config=model.config)})
     assert out.sequences.tolist() == plain.tolist()
     assert allocated.peak < 2**22  # caches of 512 slots ahead in 3 layers are a tenth of it
+
+
+# -- what a caller reads -----------------------------------------------------------------------
+
+#: What is done to a cache before it is read, by Transformers' own methods.
+USES: dict[str, Any] = {
+    "nothing": lambda cache: cache,
+    "crop": lambda cache: cache.crop(-3) or cache,
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])) or cache,
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1])) or cache,
+    "repeat": lambda cache: cache.batch_repeat_interleave(2) or cache,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+    "a DynamicCache of it": lambda cache: DynamicCache(cache),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "deepseek_v32"])
+def test_it_reads_as_the_one_of_plain_generation(tiny: Tiny, architecture: str, use: str) -> None:
+    model = build(architecture) if architecture in OTHERS else tiny(architecture)
+    if use == "crop" and architecture == "gemma3":
+        pytest.skip("Transformers crops no window that has dropped tokens")
+    caches = []
+    for spec in ({}, LOOKUP):
+        cache = model.generate(prompt(batch=2), **RETURNED, eos_token_id=None, **spec)[CACHE]
+        assert isinstance(cache, TreeCache) == bool(spec)
+        caches.append(USES[use](cache))
+    plain, ours = caches
+    assert len(ours) == len(plain) and ours.get_seq_length() == plain.get_seq_length()
+    assert ours.is_sliding == plain.is_sliding
+    for one, layer, other, stock in zip(ours, ours.layers, plain, plain.layers, strict=True):
+        for mine, theirs in [*zip(one, other), (layer.keys, stock.keys),
+                             (layer.values, stock.values)]:  # fmt: skip
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                torch.testing.assert_close(mine, theirs, **CLOSE)
+        if getattr(stock, "indexer_keys", None) is not None and "Dynamic" not in use:
+            torch.testing.assert_close(layer.indexer_keys, stock.indexer_keys, **CLOSE)
+
+
+def test_what_cannot_be_read_or_written_is_refused(tiny: Tiny) -> None:
+    ragged_rows = tiny().generate(**ragged((12, 5)), **RETURNED, **LOOKUP)[CACHE]
+    with pytest.raises(ValueError, match=r"different lengths \[27, 20\].*copy.deepcopy"):
+        next(iter(ragged_rows))
+    row = copy.deepcopy(ragged_rows)
+    row.batch_select_indices(torch.tensor([1]))
+    assert row.layers[0].keys.shape[2] == 20
+    layer = row.layers[0]
+    with pytest.raises(ValueError, match="crop, reset.* of the cache.*DynamicCache"):
+        layer.keys = layer.keys[:, :, :5]
+    for change in (layer.crop, layer.reorder_cache, layer.batch_select_indices, layer.offload):
+        with pytest.raises(ValueError, match="in common with the others"):
+            change(torch.tensor([0]))
 
 
 # -- copies ----------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def test_windows_are_rings(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None
     observe = AutoregressiveDrafter.observe
 
     def noted(self: Any, *given: Any) -> None:
-        slots.add(self.cache.layers[0].keys.shape[2])
+        slots.add(self.cache.layers[0].views["keys"].shape[2])
         observe(self, *given)
 
     monkeypatch.setattr(AutoregressiveDrafter, "observe", noted)

@@ -119,7 +119,7 @@ def test_a_block_is_that_of_the_reference(name: str, layout: str) -> None:
         for key, value in found.items():
             check(value, io[f"step{step}.{key}"][:, first:])
         keys = io[f"step{step}.cache_keys"][:, :, : committed - 1]
-        check(drafter.cache.layers[0].keys[:, :, : committed - 1], keys)
+        check(drafter.cache.layers[0].views["keys"][:, :, : committed - 1], keys)
         drafted, expected = tree.tokens[:, 1:], io[f"step{step}.draft_tokens"]
         if "xpress" in name:  # what its passes over the block end at
             expected = io[f"step{step}.tokens_after_pass"][-1:]

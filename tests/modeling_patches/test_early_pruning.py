@@ -87,14 +87,14 @@ def test_what_is_kept_comes_out_as_without_pruning(
             for one, two in zip(cache.layers, other.layers):
                 for name in ("keys", "values"):
                     torch.testing.assert_close(
-                        getattr(two, name)[row, :, slots], getattr(one, name)[row, :, slots],
+                        two.views[name][row, :, slots], one.views[name][row, :, slots],
                         rtol=1e-4, atol=1e-4,
                     )  # fmt: skip
         # Shallow layers hold every node, deeper ones nothing of those that went. (The slots behind
         # the other rows' shorter prompts are not empty to begin with.)
         gone = [LENGTHS[0] + n for n in range(len(SHAPE)) if n not in left[0]]
         for index, one in enumerate(other.layers):
-            states = one.keys[0, :, gone]
+            states = one.views["keys"][0, :, gone]
             assert bool(states.abs().sum() > 0) == (index < layer)
 
 

@@ -123,7 +123,8 @@ class SharedKVDrafter(AssistantDrafter):
         for kind, source in self._sources.items():
             layer = cache.layers[source.layer]
             slots = Slots.of(cache.states, lengths, 0, keys, layer.window)
-            parts = (part[:, :, : slots.held.shape[1]] for part in (layer.keys, layer.values))
+            both = layer.views["keys"], layer.views["values"]
+            parts = (part[:, :, : slots.held.shape[1]] for part in both)
             states[kind] = tuple(part.to(device, dtype) for part in parts)
             # The window of the model's own layer. Transformers' reaches two tokens further back, of
             # which the cache of a longer prompt has nothing.
