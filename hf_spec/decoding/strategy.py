@@ -82,7 +82,7 @@ class Strategy:
             one.add_to(packed)
         name = None if adapter is None else adapter.name
         kind = method.name, key_of(options), name, len(copies)
-        graphs = graphs_for(model, config, drafter, kind)
+        graphs = graphs_for(model, config, drafter, kind, synced)
         return cls(
             model, method, options, drafter, timed, lookup, samples, kind, graphs,
             packed if copies else None, running.rows_stay,

@@ -31,6 +31,7 @@ from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.model import captures
 from hf_spec.model.any_size import AnySize
 from hf_spec.model.captures import Captured, Unrepeatable, Watch
+from hf_spec.model.graphs import CHECKS
 from hf_spec.model.repeats import compile_in_parts
 from hf_spec.modeling_patches.cache_name import CACHE
 
@@ -298,7 +299,7 @@ def record(function: Any, *inputs: Tensor) -> Captured:
     with Watch(inputs):
         function(*inputs)
     recorder = captures.RECORDERS[inputs[0].device.type](inputs[0].device)
-    return Captured(recorder, function, inputs, 0)
+    return Captured(recorder, function, inputs, 0, {})
 
 
 @pytest.mark.parametrize(
@@ -350,7 +351,9 @@ def test_records_go(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(name: str, buffer: Tensor) -> None:
         graphs = graphs_of(model, RECORDED)
-        graphs.run(name, lambda a, x: (a + x,), [buffer, x], lambda: (x,), tuple, static=1)
+        for _ in range(CHECKS):
+            x.add_(1)
+            graphs.run(name, lambda a, x: (a + 0,), [buffer, x], static=1)
 
     run("add", buffer)
     run("add", other)
