@@ -54,7 +54,7 @@ from hf_spec.model.captures import (
     take_turns,
 )
 from hf_spec.model.compilers import code_for, compiled_parts, options_of
-from hf_spec.model.rounding import difference, sums, tolerance
+from hf_spec.model.rounding import difference, tolerance
 from hf_spec.modeling_patches.fingerprint import fingerprint
 from hf_spec.modeling_patches.ranks import tensor_parallel_size
 from hf_spec.modeling_patches.weights import placement
@@ -117,7 +117,8 @@ class _Job(NamedTuple):
     def changing(self) -> Hashable:
         """The sums of inputs that are not static, which tell one step from another; the host waits
         for them."""
-        return tuple(float(one.sum(dtype=torch.float64)) for one in self.inputs[self.static :])
+        sums = [one.sum(dtype=torch.float64) for one in self.inputs[self.static :]]
+        return tuple(torch.stack(sums).tolist()) if sums else ()
 
 
 class _Kept:
@@ -273,17 +274,18 @@ class Graphs:
         """A job's results without code, which is made, or checked once more."""
         kept, written = self._kept, job.inputs[: job.static]
         own: Sequence[Tensor] = ()
+        before: list[Tensor] = []
         self.counts["checked"] += 1
         try:
             own = job.function(*job.inputs)  # also makes what is made once
-            ours = sums(written)
             graph = graph or self._made(job)
+            before = [one.clone() for one in written]
             results = self._call(graph, job.inputs, tuple)
             # After it has agreed once, only what is left is compared.
             part = job.left if graph.seen else job.cut
             problem = difference(
-                graph.tolerance, [*job.compared(part(own)), *ours],
-                [*job.compared(part(results)), *sums(written)],
+                graph.tolerance, [*job.compared(part(own)), *before],
+                [*job.compared(part(results)), *written],
             )  # fmt: skip
             del results
         except torch.OutOfMemoryError as error:
@@ -293,6 +295,10 @@ class Graphs:
         except Exception as error:  # a model, tracer or compiler may raise anything
             logger.debug("compiling %s", job.name, exc_info=True)
             problem, graph = f"{type(error).__name__}: {first_line(error)}", None
+        if problem is not None:  # code may have written to any place
+            for one, value in zip(written, before):
+                one.copy_(value)
+        del before
         # At last: it overwrites what the check has written, and may raise the same error.
         found = job.as_it_is()
         if graph is not None:

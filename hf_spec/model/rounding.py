@@ -34,13 +34,3 @@ def difference(most: float, expected: Sequence[Tensor], found: Sequence[Tensor])
         if not error <= most:
             return f"compiled code gives something else (relative error {error:.2g})"
     return None
-
-
-def sums(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What large tensors are compared by: their sums over the last dimension, in float32 or wider,
-    or in integers."""
-    return [
-        one.sum(-1, dtype=torch.promote_types(one.dtype, torch.float32))
-        if one.is_floating_point() else one.sum(-1)
-        for one in tensors
-    ]  # fmt: skip
