@@ -75,7 +75,7 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self._seen = [*inputs]  # held: an id is of one tensor while that exists
         self._places = {id(one): Place(number) for number, one in enumerate(inputs)}
-        self._steps: list[tuple[Any, Any, Any, Any]] = []
+        self.steps: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
@@ -86,7 +86,7 @@ class Tape(TorchDispatchMode):
             if isinstance(one, Tensor) and id(one) not in self._places:
                 self._places[id(one)] = Place(len(self._seen))
                 self._seen.append(one)
-        self._steps.append((func, *given, mapped(self._noted, results)))
+        self.steps.append((func, *given, mapped(self._noted, results)))
         return results
 
     def _noted(self, value: Any) -> Any:
@@ -95,7 +95,7 @@ class Tape(TorchDispatchMode):
 
     def program(self, results: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
         """What runs the operations on other inputs, and gives these results of them."""
-        steps, wanted, size = self._steps, mapped(self._noted, results), len(self._seen)
+        steps, wanted, size = self.steps, mapped(self._noted, results), len(self._seen)
 
         @torch.no_grad()
         def run(*inputs: Tensor) -> tuple[Tensor, ...]:

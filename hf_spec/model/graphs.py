@@ -23,9 +23,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -135,6 +135,8 @@ class _Kept:
         self.recorder: Recorder | None = None
         #: The inputs of records, which run one at a time, by shape.
         self.inputs: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
+        self.layouts: dict[Hashable, int] = {}  # of static inputs, numbered
+        self.numbers = count()
         self.shortages = 0  # how often memory has not sufficed beside records
 
     def refuse(self, name: tuple[Hashable, ...]) -> None:
@@ -201,6 +203,8 @@ class Graphs:
             self._kept.trim()
         #: What code may contain: memory, and what is there, as weights may change places.
         self._places = self._places_of(model, "")
+        #: The last static inputs, and the number of their layouts, by how many there are.
+        self._static: dict[int, tuple[list[ref[Tensor]], int]] = {}
         self._valid: WeakSet[Graph] = WeakSet()  # code that contains nothing else
         options = repr(sorted(self._options.items(), key=repr))
         running = fingerprint(model)
@@ -412,10 +416,22 @@ class Graphs:
         }  # fmt: skip
 
     def _key(self, job: _Job) -> tuple[Hashable, ...]:
-        shapes = self._shapes(job)
         if not self.records:
-            return shapes
-        return *shapes, tuple(map(Tensor.data_ptr, job.inputs[: job.static]))
+            return self._shapes(job)
+        static, changing = job.inputs[: job.static], job.inputs[job.static :]
+        places = tuple(map(Tensor.data_ptr, static))
+        return self._kind, job.name, self._layouts(static), places, *map(shape_of, changing)
+
+    def _layouts(self, static: Sequence[Tensor]) -> int:
+        """A number for the layouts of these. To look at all takes as long as many a kernel, and
+        they are mostly those of the step before."""
+        before, number = self._static.get(len(static), ([], 0))
+        if before and all(one() is other for one, other in zip(before, static)):
+            return number
+        layouts = tuple(map(shape_of, static))
+        number = self._kept.layouts.setdefault(layouts, next(self._kept.numbers))
+        self._static[len(static)] = [ref(one) for one in static], number
+        return number
 
     def _shapes(self, job: _Job) -> tuple[Hashable, ...]:
         """What compiled code is kept by."""
