@@ -190,6 +190,8 @@ class Captured:
         with capturing():
             function(*inputs)
         with RUNNING:
+            for device in {one.device for one in inputs}:
+                take_turns(device)
             fixed = _places_for(inputs[static:], shared)
             for one, value in zip(fixed, inputs[static:]):
                 one.copy_(value)

@@ -437,10 +437,14 @@ def test_a_forward_that_cannot_be_captured(
     assert message in warned
 
 
-def test_pruning_is_refused(shallow: Any) -> None:
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize(
+    ("way", "named"), [(CAPTURED, "cache_implementation="), (RECORDED, "compile_config=")]
+)
+def test_pruning_is_refused(shallow: Any, way: Any, named: str) -> None:
     model = adapt(shallow(layers=2), "propd")
-    with pytest.raises(ValueError, match="prune=True with cache_implementation"):
-        generate(model, prompt(), **strategy("propd", prune=True), **CAPTURED)
+    with pytest.raises(ValueError, match=f"prune=True with {named}"):
+        generate(model, prompt(), **strategy("propd", prune=True), **way)
 
 
 def test_when_steps_are_compiled(fresh: Any) -> None:

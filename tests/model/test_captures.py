@@ -236,6 +236,7 @@ def test_inputs_are_shared(cuda: Cuda, graphs: CudaGraphs) -> None:
     assert not shared
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize(
     ("capability", "dtype", "read"),
     [
