@@ -409,6 +409,23 @@ def test_memory_that_records_take(shallow: Tiny, monkeypatch: pytest.MonkeyPatch
     assert "memory does not suffice beside records (CUDA out of" in str(compiled(output)["refused"])
 
 
+def test_memory_that_kept_buffers_take(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go where a call needs others; what it lacks without them is its own."""
+    graphs, kept = graphs_of(fresh(), RECORDED), torch.zeros(2, 3)
+    graphs.spare([kept])
+
+    def zeros(shape: tuple[int, ...], *_: Any) -> Tensor:
+        if graphs._kept.spare or len(shape) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.zeros(shape)
+
+    monkeypatch.setattr("hf_spec.model.graphs.zeros", zeros)
+    assert graphs.allocate((4, 5), kept.dtype, kept.device).shape == (4, 5)
+    assert "does not suffice" in str(graphs.details()["refused"])
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.allocate((4, 5, 6), kept.dtype, kept.device)
+
+
 # -- what cannot be recorded -------------------------------------------------------------------
 
 
