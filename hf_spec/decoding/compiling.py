@@ -38,7 +38,7 @@ def ask_for_compiling(config: GenerationConfig) -> None:
 
 
 def graphs_for(
-    model: Any, config: GenerationConfig, drafter: Drafter, kind: Hashable
+    model: Any, config: GenerationConfig, drafter: Drafter, kind: Hashable, synced: bool = False
 ) -> Graphs | None:
     """Compiled code for a call's steps; None if they are not to be compiled.
 
@@ -46,6 +46,10 @@ def graphs_for(
         config: a config that :func:`ask_for_compiling` has processed.
         drafter: the call's; it must not prune.
         kind: identifies its forwards: the strategy and its adapter.
+        synced: whether several ranks run the model together, on batches of their own.
+
+    Raises:
+        ValueError: if it prunes, if ranks run together, or see :class:`Graphs`.
     """
     compile_config = config.compile_config
     records = compile_config is not None and compile_config.backend == CUDA_GRAPHS
@@ -54,10 +58,19 @@ def graphs_for(
     compiles = static and by_default and not config.disable_compile
     if not (records or compiles):
         return None
+    asked = f"cache_implementation={STATIC!r}"
+    if records:
+        asked = f"compile_config=CompileConfig(backend={CUDA_GRAPHS!r})"
     if drafter.pruning is not None:
         raise ValueError(
-            f"prune=True with cache_implementation={STATIC!r}: compiled steps have fixed shapes, "
-            "and what is pruned differs from step to step. Leave one of the two out."
+            f"prune=True with {asked}: compiled and recorded steps have fixed shapes, and what is "
+            "pruned differs from step to step. Leave one of the two out."
+        )
+    if synced:
+        raise ValueError(
+            f"synced_gpus=True (FSDP, DeepSpeed's stage 3) with {asked}: new code is tried by "
+            "further forwards, for which ranks with other prompts would have to wait. Leave out "
+            f"{asked}."
         )
     graphs = Graphs(model, compile_config or CompileConfig(), (kind, drafter.kind_of_forward))
     graphs.tell = getattr(config, "_tell_made", None)

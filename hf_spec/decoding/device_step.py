@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
+import torch
 from torch import Tensor
 
 from hf_spec.core import verify
@@ -21,7 +23,6 @@ from hf_spec.core.verify import StepResult
 from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.drafting.state import DecodeState
-from hf_spec.model.graphs import Graphs
 from hf_spec.model.programs import DraftProgram
 from hf_spec.model.target import Output
 from hf_spec.policy.plans import step_shapes
@@ -73,21 +74,24 @@ class DeviceStep:
             state.cache.states.move(state.cache.lengths, result.path)
             moved = True
         # The code for all has just been made, or the program is code of its own.
-        draft = partial(self._draft, program, None if inside else graphs, tree, output, result)
+        draft = partial(self._draft, program, not inside, tree, output, result)
         if state.noise is not None:
             return output, moved, draft
         with self.watch.phase("draft"):
             return output._replace(drafted=draft()), moved, tuple
 
     def _draft(
-        self, program: DraftProgram, graphs: Graphs | None, tree: Tree, output: Output,
+        self, program: DraftProgram, by_code: bool, tree: Tree, output: Output,
         result: StepResult,
     ) -> Sequence[Tensor]:  # fmt: skip
-        """What a drafter's program finds after a step."""
+        """What a drafter's program finds after a step, by code of its own or as it is."""
         wide, noise = result.padded(bucket(tree.num_tokens)), self.state.noise
         ahead = noise.ahead(program.depth) if noise is not None and program.depth else None
         read = output.read(self.strategy.drafter.reads, wide)
-        found: Sequence[Tensor] = self.strategy.run(program.run, graphs, wide, read, ahead)
+        graphs = self.state.target.graphs
+        assert graphs is not None
+        run = partial(program.run, graphs if by_code else None, wide, read, ahead)
+        found: Sequence[Tensor] = self.strategy.run(graphs.spared, run)
         return found
 
     def warm(self) -> None:
@@ -102,9 +106,13 @@ class DeviceStep:
                 tree = drafter.attach_probes(
                     tree, [[drafter.distances] * probed] * state.batch_size
                 )
-            root = state.root
+            root, other = state.root, 1 + (state.root == 1).long()
             # While the drafter pauses, there are plain steps and lookups.
-            for grows in (True, False) if nodes == 1 or self.strategy.lookup else (True,):
-                self.run(tree, grows, verify.greedy)[-1]()
+            both = nodes == 1 or self.strategy.lookup
+            for grows, token in product((True, False) if both else (True,), (root, other)):
+                # Code is used once it has been right for several inputs.
+                tokens = torch.cat([token[:, None], tree.tokens[:, 1 : tree.num_tokens]], dim=1)
+                own = tree.with_tokens(tokens)
+                self.run(own, grows, verify.greedy)[-1]()
                 state.cache.rollback()
             state.root = root

@@ -88,7 +88,7 @@ class Strategy:
         kind = method.name, key_of(options), name, len(copies)
         # Code is for what the model holds, which would be another thing in each call.
         compiles = not alone or bool(running.apart)
-        graphs = graphs_for(model, config, drafter, kind) if compiles else None
+        graphs = graphs_for(model, config, drafter, kind, synced) if compiles else None
         return cls(
             model, method, options, drafter, timed, lookup, samples, kind, graphs,
             packed if copies else None, running.rows_stay, alone,

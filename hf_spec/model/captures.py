@@ -7,12 +7,14 @@ and all that changes from run to run must be among its inputs.
 
 import gc
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -28,6 +30,9 @@ _STREAMS: dict[torch.device, Any] = {}
 _COPIES = ("aten::_to_copy", "aten::copy_")
 #: Operations that make the host wait where an index is a mask.
 _INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+
+#: Products of experts: PyTorch's, and a loop over them, which is an operation of Transformers.
+_GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
 class Recorder(Protocol):
@@ -86,32 +91,40 @@ class CudaGraphs:
             # the pool: PyTorch drops it when the first of the stream's graphs goes, and memory
             # outside would be freed, to which the others write.
             self.stream = torch.cuda.Stream(self.device)
+            # It may be one of a few that PyTorch gives out in turn, and so have a workspace.
+            torch._C._cuda_clearCublasWorkspaces()
         graph = torch.cuda.CUDAGraph()
         with self._aside():
-            ended = False
+            runs = ended = False
             try:
                 # What the first capture makes for random numbers, later ones write to.
                 with torch.inference_mode(False):
                     # Other threads may allocate memory, and wait for their work, meanwhile.
                     graph.capture_begin(self.pool, capture_error_mode="thread_local")
+                runs = True
                 results = function(*inputs)
-                ended = True
+                runs = False
                 graph.capture_end()
+                ended = True
             except BaseException:
-                if not ended:
+                if runs:
                     with suppress(RuntimeError):
                         graph.capture_end()
-                self._recover()
+                        ended = True
+                self._recover(ended)
                 raise
         self._graphs.add(graph)
         return graph.replay, results
 
-    def _recover(self) -> None:
-        """Undo what a capture that CUDA has ended leaves behind: an allocator that still serves it,
-        and random numbers that are still drawn for it, for which earlier graphs wait, too."""
-        with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.stream.device_index, self.pool)
-            torch._C._cuda_releasePool(self.stream.device_index, self.pool)
+    def _recover(self, ended: bool) -> None:
+        """Undo what a capture that has failed leaves behind: unless it has ``ended`` as it should,
+        an allocator that still serves it, and a reference to the pool; and random numbers that are
+        still drawn for it, for which earlier graphs wait, too."""
+        # From 2.14 on, PyTorch does so where the graph is destroyed; 2.13 forgets the reference.
+        if not ended and Version(torch.__version__).release < (2, 14):
+            for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+                with suppress(RuntimeError):
+                    undo(self.stream.device_index, self.pool)
         graph = torch.cuda.CUDAGraph()
         with suppress(RuntimeError), torch.inference_mode(False):
             number = torch.zeros(1, device=self.device)
@@ -154,6 +167,12 @@ def take_turns(device: torch.device, *taken: Tensor) -> None:
         one.record_stream(stream)
 
 
+def free_memory(device: torch.device) -> None:
+    """Let PyTorch give back what it keeps for later."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 class Captured:
     """A recorded function: copies its inputs to where they were when it was recorded, and runs.
 
@@ -161,17 +180,23 @@ class Captured:
         function: runs twice; the first time makes what is made once, such as compiled code.
         inputs: the first ``static`` ones are read and written where they are, the others are
             copied.
+        shared: where records that do not run at the same time have their copied inputs, by shape.
     """
 
     def __init__(
         self, recorder: Recorder, function: Callable[..., tuple[Tensor, ...]],
-        inputs: Sequence[Tensor], static: int,
+        inputs: Sequence[Tensor], static: int, shared: MutableMapping[Hashable, Tensor],
     ):  # fmt: skip
-        fixed = [one.clone() for one in inputs[static:]]
-        given = [*inputs[:static], *fixed]
-        function(*given)
+        with capturing():
+            function(*inputs)
         with RUNNING:
-            self._replay, self._results = recorder.record(function, given)
+            for device in {one.device for one in inputs}:
+                take_turns(device)
+            fixed = _places_for(inputs[static:], shared)
+            for one, value in zip(fixed, inputs[static:]):
+                one.copy_(value)
+            with capturing():
+                self._replay, self._results = recorder.record(function, [*inputs[:static], *fixed])
         #: The memory of static inputs, which may be freed.
         self._static = [StorageWeakRef(one.untyped_storage()) for one in inputs[:static]]
         #: Copied at once if of one dtype.
@@ -197,6 +222,21 @@ class Captured:
     def is_valid(self) -> bool:
         """Whether its static inputs exist."""
         return not any(one.expired() for one in self._static)
+
+
+def _places_for(inputs: Sequence[Tensor], shared: MutableMapping[Hashable, Tensor]) -> list[Tensor]:
+    """Where these are copied to: what other records have for tensors of the same layouts."""
+    found, used = [], Counter[Hashable]()
+    for one in inputs:
+        kind = shape_of(one)
+        key = kind, used[kind]
+        used[kind] += 1
+        place = shared.get(key)
+        if place is None:
+            with torch.inference_mode(False):  # written to in both modes
+                place = shared[key] = torch.empty_like(one)
+        found.append(place)
+    return found
 
 
 class Unrepeatable(RuntimeError):
@@ -245,9 +285,36 @@ def memory_of(tensor: Tensor) -> Any:
     return place, tensor.device
 
 
-def places(tensors: Iterable[Tensor]) -> dict[Hashable, Hashable]:
-    """Which of these is where in memory."""
-    return {memory_of(one): place for place, one in enumerate(plain_tensors(tensors))}
+#: Tensors by their memory, each with its layout there.
+Places = dict[Hashable, frozenset[Hashable]]
+
+
+def places(tensors: Iterable[Tensor], whose: str = "") -> Places:
+    """Which of these are where in memory; a part of a larger tensor may move within it."""
+    found = defaultdict(set)
+    for number, one in enumerate(plain_tensors(tensors)):
+        found[memory_of(one)].add((whose, number, _layout(one)))
+    return {memory: frozenset(held) for memory, held in found.items()}
+
+
+def joined(one: Places, other: Places) -> Places:
+    """All that these hold."""
+    return {at: one.get(at, frozenset()) | other.get(at, frozenset()) for at in {**one, **other}}
+
+
+def _layout(tensor: Tensor) -> Hashable:
+    """Where in its memory a tensor is."""
+    try:
+        strides = tensor.stride()
+        return tensor.shape, strides, tensor.storage_offset(), tensor.dtype
+    except (RuntimeError, NotImplementedError):  # sparse tensors
+        return tensor.shape, tensor.dtype
+
+
+def shape_of(tensor: Tensor) -> Hashable:
+    """The layout that code is compiled for; strides of dimensions of size 1 do not matter."""
+    strides = tuple(step for step, size in zip(tensor.stride(), tensor.shape) if size > 1)
+    return tensor.shape, strides, tensor.dtype, tensor.device
 
 
 def plain_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -255,14 +322,17 @@ def plain_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
-            yield from plain_tensors(getattr(tensor, name) for name in names)
+            parts = (getattr(tensor, name) for name in names)
+            # A sharded tensor also has the mesh of its devices.
+            yield from plain_tensors(part for part in parts if isinstance(part, Tensor))
         else:
             yield tensor
 
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Silence torch's log of operations that cannot be captured, as the error reports them."""
+    """A context in which a function runs once to be captured. Silences torch's log of operations
+    that cannot be, as the error reports them."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, log.disabled = log.disabled, True
     # Weights that autocast has cast must not get into captured code, nor out of it.
@@ -293,7 +363,19 @@ def _obstacle(func: Any, given: Sequence[Tensor]) -> str | None:
         )
     if torch.Tag.dynamic_output_shape in func.tags:
         return "a shape depends on data"
+    if name in _GROUPED and _reads_sizes(name, given):
+        return "the host reads how many tokens each expert has"
     return None
+
+
+def _reads_sizes(name: str, given: Sequence[Tensor]) -> bool:
+    """Whether a grouped product on a GPU reads sizes on the host: kernels that do not are for
+    bfloat16 and two generations of GPUs."""
+    device = given[0].device
+    if device.type != "cuda":
+        return False
+    known = all(one.dtype == torch.bfloat16 for one in given[:2]) and name == _GROUPED[0]
+    return not (known and torch.cuda.get_device_capability(device)[0] in (9, 10))
 
 
 def _moved(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> str | None:

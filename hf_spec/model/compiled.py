@@ -42,7 +42,7 @@ class CompiledTarget(Target):
 
     @property
     def prepared(self) -> int:
-        return self.graphs.made
+        return self.graphs.prepared
 
     def details(self) -> dict[str, Any]:
         return {"compiled": self.graphs.details()}
@@ -147,7 +147,7 @@ class _Step:
         static = len(cache.states.members) + (0 if after is None else len(after.buffers))
         found = graphs.run(
             key, self._function, inputs, self._eager, self._cut, static,
-            None if verify is None else self._left,
+            None if verify is None else self._left, self._compared,
         )  # fmt: skip
         return self._output(*found)
 
@@ -221,6 +221,14 @@ class _Step:
         if self.has_hidden and self.after is not None:
             rest[0] = rest[0][:, :0]
         return [logits[:, :0], *rest]
+
+    def _compared(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What is checked of these results."""
+        if self.verify is None or self.after is None:
+            return tensors
+        behind = 2 + self.has_hidden  # logits, hidden states, and the packed result
+        drafted = self.after.compared(tensors[behind:], self.target.graphs)
+        return [*tensors[:behind], *drafted]
 
     def _output(self, logits: Tensor, *found: Tensor) -> Output:
         cache, rest = self.target.cache, list(found)

@@ -8,9 +8,10 @@ of the key under which the code is kept (:meth:`Graphs.get`), and the model's te
 once per call.
 
 On CUDA the kernels that the function launches, or its compiled code, are recorded
-(:mod:`.captures`), for these places in memory. Before anything is used, its results are compared
-with the function's. Rounding can make another choice, such as of one of two experts that are
-equally likely: code that differs is made again, and refused if it goes on (:data:`TRIES`).
+(:mod:`.captures`), for these places in memory. Before anything is used, its results, and what it
+writes, are compared with the function's, on several inputs (:data:`CHECKS`). Rounding can make
+another choice, such as of one of two experts that are equally likely: code that differs is checked
+once more, and refused if it goes on (:data:`TRIES`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
-from weakref import WeakSet
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, count
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -37,18 +39,23 @@ from hf_spec.model.captures import (
     CUDA_GRAPHS,
     RECORDERS,
     Captured,
+    Places,
     Recorder,
     Watch,
     capturing,
     check_recording,
+    free_memory,
+    joined,
     memory_of,
     places,
     plain_tensors,
+    shape_of,
     take_turns,
 )
 from hf_spec.model.compilers import code_for, compiled_parts, options_of
 from hf_spec.model.rounding import difference, tolerance
 from hf_spec.modeling_patches.fingerprint import fingerprint
+from hf_spec.modeling_patches.ranks import tensor_parallel_size
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.threads import Lock
 
@@ -58,14 +65,20 @@ logger = logging.getLogger(__name__)
 MOST = 128
 #: Bytes of cache buffers that are kept for a model, where graphs are for places in memory.
 SPARE = 2**30
-#: How much more often than not code must differ from the function to be refused. Once it has
-#: differed, it must agree once more for each time that it has.
+#: How much more often than not code must agree with the function, on other inputs each time, to be
+#: used: what is a constant in it by mistake may have the value of the step in which it was made.
+CHECKS = 2
+#: How much more often than not it must differ to be refused.
 TRIES = 3
 #: Largest number of elements of a constant in compiled code, such as slopes and scales.
 SMALL = 256
 
+T = TypeVar("T")
+
 #: From tensors to tensors; anything else it reads must be determined by its key.
 Function = Callable[..., tuple[Tensor, ...]]
+#: Selects or changes a function's results.
+Part = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(eq=False)
@@ -73,30 +86,73 @@ class Graph:
     """Compiled code, or a record, for one key."""
 
     code: Function
-    baked: frozenset[Hashable]  # the model's tensors that it contains, and where in the model
+    baked: Places  # the memory of the model's tensors that it contains, and which these are
     tolerance: float  # largest relative error that rounding explains
     holds: object = None  # what must exist while it does
     used: float = 0.0  # when it ran last
+    checks: int = CHECKS  # by which it must still agree with the function
+    seen: set[Hashable] = field(default_factory=set)  # inputs for which it has, see _Job.changing
+
+    def is_right_for(self, job: _Job) -> bool:
+        """Whether it has been checked enough, or for these inputs."""
+        return not self.checks or bool(self.seen) and job.changing() in self.seen
+
+
+class _Job(NamedTuple):
+    """The arguments of :meth:`Graphs.run`."""
+
+    name: Hashable
+    function: Function
+    inputs: Sequence[Tensor]
+    plain: Callable[[], Sequence[Tensor]] | None
+    cut: Part
+    static: int
+    left: Part
+    compared: Part
+
+    def as_it_is(self) -> Sequence[Tensor]:
+        """The results without compiled code."""
+        return self.cut(self.function(*self.inputs)) if self.plain is None else self.plain()
+
+    def changing(self) -> Hashable:
+        """The sums of inputs that are not static, which tell one step from another; the host waits
+        for them."""
+        sums = [one.sum(dtype=torch.float64) for one in self.inputs[self.static :]]
+        return tuple(torch.stack(sums).tolist()) if sums else ()
 
 
 class _Kept:
     """What is kept for a model: code by key, and what cannot be compiled."""
 
     def __init__(self) -> None:
-        self.graphs: dict[Hashable, Graph] = {}
-        self.compiled: dict[Hashable, Graph] = {}  # checked or not; of which records are made
+        self.graphs: dict[tuple[Hashable, ...], Graph] = {}
+        #: Checked or not; of which records are made.
+        self.compiled: dict[tuple[Hashable, ...], Graph] = {}
         self.parts: dict[Hashable, AnySize] = {}  # what they consist of, by backend and options
         self.refused: set[Hashable] = set()
-        self.doubts: Counter[Hashable] = Counter()  # how much more often than not code has differed
         self.warned: set[str] = set()
         self.spare: list[Tensor] = []
         self.recorder: Recorder | None = None
+        #: The inputs of records, which run one at a time, by shape.
+        self.inputs: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
+        self.layouts: dict[Hashable, int] = {}  # of static inputs, numbered
+        self.numbers = count()
+        self.shortages = 0  # how often memory has not sufficed beside records
 
-    def is_right(self, shapes: Hashable, agrees: bool) -> bool:
-        """Whether code for these can be used, now that it has been checked once more."""
-        doubts = self.doubts[shapes]
-        self.doubts[shapes] = max(doubts - 1, 0) if agrees else doubts + 1
-        return agrees and not doubts
+    def refuse(self, name: tuple[Hashable, ...]) -> None:
+        """Forget all code for a function, and make no more; ``name``: how its keys begin."""
+        self.refused.add(name)
+        for kept in (self.graphs, self.compiled):
+            for key in [key for key in kept if key[:2] == name]:
+                del kept[key]
+
+    def drop_records(self) -> None:
+        """Free the memory of what was recorded, and of buffers for it."""
+        self.graphs = {
+            key: graph for key, graph in self.graphs.items() if not isinstance(graph.code, Captured)
+        }
+        self.spare.clear()
+        self.shortages += 1
 
     def trim(self) -> None:
         """Drop what was recorded for memory that has been freed, and all but what ran last."""
@@ -145,8 +201,10 @@ class Graphs:
         with _COMPILING:
             self._kept: _Kept = memory(model).setdefault("graphs", _Kept())
             self._kept.trim()
-        #: What code may contain: memory, and whose it is, as weights may change places.
-        self._places = places(chain(model.parameters(), model.buffers()))
+        #: What code may contain: memory, and what is there, as weights may change places.
+        self._places = self._places_of(model, "")
+        #: The last static inputs, and the number of their layouts, by how many there are.
+        self._static: dict[int, tuple[list[ref[Tensor]], int]] = {}
         self._valid: WeakSet[Graph] = WeakSet()  # code that contains nothing else
         options = repr(sorted(self._options.items(), key=repr))
         running = fingerprint(model)
@@ -156,13 +214,15 @@ class Graphs:
         self.counts: Counter[str] = Counter()
         self.tell: Callable[[int], Any] | None = None  # called with this number when it has grown
         self.obstacle = _obstacle(model, running.hooks, self.records)
+        if self._kept.shortages >= TRIES and self.obstacle is None:
+            self.obstacle = f"memory did not suffice beside records in {TRIES} calls"
         if self.obstacle is not None:
             self._warn(self.obstacle)
 
     def run(
         self, name: Hashable, function: Function, inputs: Sequence[Tensor],
-        plain: Callable[[], Sequence[Tensor]], cut: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-        static: int = 0, left: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None,
+        plain: Callable[[], Sequence[Tensor]] | None = None, cut: Part = tuple, static: int = 0,
+        left: Part | None = None, compared: Part = tuple,
     ) -> Sequence[Tensor]:  # fmt: skip
         """``cut(function(*inputs))`` by compiled code, or ``plain()`` if there is none.
 
@@ -171,55 +231,107 @@ class Graphs:
                 arguments.
             function: may write into its inputs if doing so twice does no harm.
             inputs: tensors of recurring shapes.
-            plain: computes the same results, or the first of them, without compiled code; used to
-                check new code.
+            plain: computes the same results, or the first of them, in another way; by default the
+                function as it is.
             cut: selects the wanted part of the function's results.
             static: number of leading inputs whose memory is the same in most calls; what is
                 recorded is recorded for it.
             left: selects what is wanted once the code has been checked; None for ``cut``.
+            compared: makes of wanted results what code is checked by: integers are to be equal,
+                other numbers up to rounding.
         """
-        known = self.get(name, inputs, static)
-        if known is not None:
-            self.counts["runs"] += 1
-            return self._call(known, inputs, left or cut)
-        expected, kept = plain(), self._kept
-        if self.obstacle is not None or (self._kind, name) in kept.refused:
-            return expected
+        job = _Job(name, function, inputs, plain, cut, static, left or cut, compared)
+        return self.spared(partial(self._run, job))
+
+    def spared(self, function: Callable[[], T]) -> T:
+        """Call it; once more if memory does not suffice, without all that is recorded, and with
+        steps of this call as they are."""
+        try:
+            return function()
+        except torch.OutOfMemoryError as error:
+            if not self.records or self.counts["shortages"]:
+                raise
+            short = first_line(error)
+        # What has run is gone with the error.
         with _COMPILING:
-            if self.get(name, inputs, static) is not None:  # another thread was faster
-                return expected
-            began, graph, shapes = time.monotonic(), None, self._shapes(name, inputs)
-            try:
-                graph = self._make(name, function, inputs, static)
-                found = self._call(graph, inputs, cut)[: len(expected)]
-                problem = difference(graph.tolerance, expected, found)
-            except torch.OutOfMemoryError as error:
-                if not self.records:
-                    raise
-                problem, graph = f"it does not fit into memory ({first_line(error)})", None
-            except Exception as error:  # a model, tracer or compiler may raise anything
-                logger.debug("compiling %s", name, exc_info=True)
-                problem, graph = f"{type(error).__name__}: {first_line(error)}", None
-            self.counts["made"] += 1
-            logger.info("compiled code no. %d, %.0f s", self.made, time.monotonic() - began)
-            if self.tell is not None:
-                self.tell(self.made)
-            if graph is not None and kept.is_right(shapes, problem is None):
-                if left is not None and isinstance(graph.code, Captured):
-                    graph.code.drop_all_but(left)
-                kept.graphs[self._key(name, inputs, static)] = graph
-                kept.trim()
-            elif graph is None or kept.doubts[shapes] == TRIES:
-                assert problem is not None
-                kept.refused.add((self._kind, name))
-                kept.compiled.pop(shapes, None)
-                self._warn(problem)
-        return plain()  # overwrites what the check has written
+            self._kept.drop_records()
+        free_memory(self._device)
+        self.counts["shortages"] += 1
+        self.obstacle = f"memory does not suffice beside records ({short})"
+        self._warn(self.obstacle)
+        return function()
+
+    def _run(self, job: _Job) -> Sequence[Tensor]:
+        known = self._found(job)
+        if known is not None and known.is_right_for(job):
+            self.counts["runs"] += 1
+            return self._call(known, job.inputs, job.left)
+        if self.obstacle is not None or (self._kind, job.name) in self._kept.refused:
+            return job.as_it_is()
+        with _COMPILING:
+            graph = self._found(job)
+            if graph is not None and graph.is_right_for(job):  # another thread was faster
+                return job.as_it_is()
+            return self._checked(job, graph)
+
+    def _checked(self, job: _Job, graph: Graph | None) -> Sequence[Tensor]:
+        """A job's results without code, which is made, or checked once more."""
+        kept, written = self._kept, job.inputs[: job.static]
+        own: Sequence[Tensor] = ()
+        before: list[Tensor] = []
+        self.counts["checked"] += 1
+        try:
+            own = job.function(*job.inputs)  # also makes what is made once
+            graph = graph or self._made(job)
+            before = [one.clone() for one in written]
+            results = self._call(graph, job.inputs, tuple)
+            # After it has agreed once, only what is left is compared.
+            part = job.left if graph.seen else job.cut
+            problem = difference(
+                graph.tolerance, [*job.compared(part(own)), *before],
+                [*job.compared(part(results)), *written],
+            )  # fmt: skip
+            del results
+        except torch.OutOfMemoryError as error:
+            if not self.records:
+                raise
+            problem, graph = f"it does not fit into memory ({first_line(error)})", None
+        except Exception as error:  # a model, tracer or compiler may raise anything
+            logger.debug("compiling %s", job.name, exc_info=True)
+            problem, graph = f"{type(error).__name__}: {first_line(error)}", None
+        if problem is not None:  # code may have written to any place
+            for one, value in zip(written, before):
+                one.copy_(value)
+        del before
+        # At last: it overwrites what the check has written, and may raise the same error.
+        found = job.as_it_is()
+        if graph is not None:
+            wanted = job.cut(own)[: len(found)]
+            problem = problem or difference(graph.tolerance, found, wanted)
+            if problem is None:
+                if not graph.seen and isinstance(graph.code, Captured):
+                    graph.code.drop_all_but(job.left)
+                graph.seen.add(job.changing())
+                graph.checks -= 1
+            else:
+                graph.checks += 1
+            kept.graphs[self._key(job)] = graph
+            kept.trim()
+        if graph is None or graph.checks == CHECKS + TRIES:
+            assert problem is not None
+            kept.refuse((self._kind, job.name))
+            self._warn(problem)
+        return found
 
     @property
     def made(self) -> int:
         """Number of functions that this call has compiled or recorded."""
         return self.counts["made"]
+
+    @property
+    def prepared(self) -> int:
+        """Number of times that this call has made or checked one."""
+        return self.counts["checked"]
 
     def beside(self, model: nn.Module, kind: Hashable) -> Graphs | None:
         """Those of another model that drafts in the same call; None if it is on another device."""
@@ -235,23 +347,38 @@ class Graphs:
         other = self.beside(model, "")
         if other is None or other.obstacle is not None:
             return None
-        self._places = {**other._places, **self._places}
+        self._places = joined(self._places, self._places_of(model, "admitted"))
         return other._kind
 
     def get(self, name: Hashable, inputs: Sequence[Tensor], static: int = 0) -> Graph | None:
-        """The code for this key; None if there is none, or if it is for other weights."""
-        graph = self._kept.graphs.get(self._key(name, inputs, static))
+        """The code for this key that has been checked; None if there is none, or if it is for other
+        weights."""
+        graph = self._found(_Job(name, tuple, inputs, None, tuple, static, tuple, tuple))
+        return None if graph is None or graph.checks else graph
+
+    def _found(self, job: _Job) -> Graph | None:
+        """The same, checked or not."""
+        graph = self._kept.graphs.get(self._key(job))
         if graph is None or graph in self._valid:
             return graph
-        if not graph.baked <= self._places.items():
+        if not self._holds(graph):
             return None
         self._valid.add(graph)
         return graph
 
+    def _holds(self, graph: Graph) -> bool:
+        """Whether what code contains is where it was."""
+        none: frozenset[Hashable] = frozenset()
+        return all(held <= self._places.get(at, none) for at, held in graph.baked.items())
+
+    @staticmethod
+    def _places_of(model: nn.Module, whose: str) -> Places:
+        return places(chain(model.parameters(), model.buffers()), whose)
+
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Allow code to contain these tensors, like the model's. Different values must be in
         different tensors."""
-        self._places = {**places(tensors), **self._places}
+        self._places = joined(self._places, places(tensors, "held"))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of finite values: an earlier call's if possible, as CUDA graphs depend on memory
@@ -261,7 +388,7 @@ class Graphs:
                 if (tuple(one.shape), one.dtype, one.device) == (shape, dtype, device):
                     take_turns(device, one)
                     return self._kept.spare.pop(index)
-        return zeros(shape, dtype, device)
+        return self.spared(partial(zeros, shape, dtype, device))
 
     def spare(self, buffers: Sequence[Tensor]) -> None:
         """Keep these buffers for later calls, and those of earlier ones as long as all take no more
@@ -288,16 +415,27 @@ class Graphs:
             "refused": sorted(kept.warned),
         }  # fmt: skip
 
-    def _key(self, name: Hashable, inputs: Sequence[Tensor], static: int) -> Hashable:
+    def _key(self, job: _Job) -> tuple[Hashable, ...]:
         if not self.records:
-            return self._shapes(name, inputs)
-        # Those at fixed places are parts of a few buffers, of one shape and batch size.
-        places = (tuple(map(Tensor.data_ptr, inputs[:static])), *map(_shape, inputs[:static][:1]))
-        return self._kind, name, places, tuple(map(_shape, inputs[static:]))
+            return self._shapes(job)
+        static, changing = job.inputs[: job.static], job.inputs[job.static :]
+        places = tuple(map(Tensor.data_ptr, static))
+        return self._kind, job.name, self._layouts(static), places, *map(shape_of, changing)
 
-    def _shapes(self, name: Hashable, inputs: Sequence[Tensor]) -> Hashable:
+    def _layouts(self, static: Sequence[Tensor]) -> int:
+        """A number for the layouts of these. To look at all takes as long as many a kernel, and
+        they are mostly those of the step before."""
+        before, number = self._static.get(len(static), ([], 0))
+        if before and all(one() is other for one, other in zip(before, static)):
+            return number
+        layouts = tuple(map(shape_of, static))
+        number = self._kept.layouts.setdefault(layouts, next(self._kept.numbers))
+        self._static[len(static)] = [ref(one) for one in static], number
+        return number
+
+    def _shapes(self, job: _Job) -> tuple[Hashable, ...]:
         """What compiled code is kept by."""
-        return self._kind, name, tuple(map(_shape, inputs))
+        return self._kind, job.name, *map(shape_of, job.inputs)
 
     def _call(
         self, graph: Graph, inputs: Sequence[Tensor],
@@ -310,29 +448,36 @@ class Graphs:
             take_turns(self._device)
             return [result.clone() for result in cut(graph.code(*inputs))]
 
-    def _make(
-        self, name: Hashable, function: Function, inputs: Sequence[Tensor], static: int
-    ) -> Graph:
+    def _made(self, job: _Job) -> Graph:
         """Compiled code, a record, or a record of compiled code."""
-        kept, key = self._kept, self._shapes(name, inputs)
+        began = time.monotonic()
+        try:
+            return self._make(job)
+        finally:
+            self.counts["made"] += 1
+            logger.info("compiled code no. %d, %.0f s", self.made, time.monotonic() - began)
+            if self.tell is not None:
+                self.tell(self.made)
+
+    def _make(self, job: _Job) -> Graph:
+        kept, key = self._kept, self._shapes(job)
         made = kept.compiled.get(key)
-        if made is None or not made.baked <= self._places.items():
-            made = (self._compile if self.compiles else self._watched)(function, inputs)
+        if made is None or not self._holds(made):
+            how = self._compile if self.compiles else self._watched
+            made = how(job.function, job.inputs)
         if self.compiles:
             kept.compiled[key] = made
         if not self.records:
-            return made
+            return replace(made, seen=set())
         if kept.recorder is None:
             kept.recorder = RECORDERS[self._device.type](self._device)
-        with capturing():
-            return replace(made, code=Captured(kept.recorder, made.code, inputs, static))
+        code = Captured(kept.recorder, made.code, job.inputs, job.static, kept.inputs)
+        return replace(made, code=code, seen=set())
 
     def _watched(self, function: Function, inputs: Sequence[Tensor]) -> Graph:
         """A function as it is, if it can be recorded."""
-        with capturing():
-            function(*inputs)  # makes tables that are made once
-            with Watch(inputs) as watch:
-                function(*inputs)
+        with capturing(), Watch(inputs) as watch:
+            function(*inputs)
         baked, others = self._sorted(plain_tensors(watch.read.values()))
         return Graph(function, baked, tolerance(watch.dtypes), others)
 
@@ -353,7 +498,7 @@ class Graphs:
         code = code_for(captured, *how, parts)
         return Graph(code, baked, tolerance(dtypes), code)
 
-    def _sorted(self, constants: Iterable[Tensor]) -> tuple[frozenset[Hashable], list[Tensor]]:
+    def _sorted(self, constants: Iterable[Tensor]) -> tuple[Places, list[Tensor]]:
         """Of what a function reads besides its inputs: the model's tensors, and the others."""
         tensors = [(memory_of(one), one) for one in constants]
         others = [one for at, one in tensors if at not in self._places]
@@ -363,8 +508,8 @@ class Graphs:
                     f"it reads numbers {tuple(one.shape)} that are neither its inputs nor the "
                     "model's, and may change"
                 )
-        known = ((at, self._places[at]) for at, _ in tensors if at in self._places)
-        return frozenset(known), others
+        known = {at: self._places[at] for at, _ in tensors if at in self._places}
+        return known, others
 
     def _warn(self, why: str) -> None:
         if why not in self._kept.warned:
@@ -375,15 +520,14 @@ class Graphs:
             )  # fmt: skip
 
 
-def _shape(tensor: Tensor) -> Hashable:
-    """The layout that code is compiled for; strides of dimensions of size 1 do not matter."""
-    strides = tuple(step for step, size in zip(tensor.stride(), tensor.shape) if size > 1)
-    return tensor.shape, strides, tensor.dtype, tensor.device
-
-
 def _obstacle(model: Any, hooks: Collection[str], records: bool) -> str | None:
     """Why a model with these hooks cannot be compiled, or recorded, at all; None if no reason is
     known."""
+    sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+    if sharded or tensor_parallel_size(model) > 1:
+        return (
+            "its weights are split among processes, all of which would have to make the same code"
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         return "some of its weights are offloaded"
     devices = sorted({str(parameter.device) for parameter in model.parameters()})

@@ -4,6 +4,7 @@ program, from the forward to the next step's trees."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -55,14 +56,20 @@ class DraftProgram(NamedTuple):
             first = [next(given) for _ in own]
             result = StepResult.unpacked(next(given))
             states, ahead = (None if one is None else next(given) for one in (hidden, noise))
-            packed, *others = self.function(first, result, states, ahead)
-            # New code is checked by how likely the nodes are: which of several equally likely ones
-            # it takes, as there are many in 16 bits, may differ.
-            return packed.view(torch.int32), packed.chunk(4, dim=1)[3], *others
+            return self.function(first, result, states, ahead)
 
         inputs = [*own, result.packed(), *(one.contiguous() for one in read)]
         key = "draft", self.key, hidden is None, noise is None
-        packed, _, *others = graphs.run(
-            key, function, inputs, lambda: function(*inputs), tuple, static=len(self.buffers)
-        )
-        return [packed.view(torch.float32), *others]
+        return graphs.run(
+            key, function, inputs, static=len(self.buffers),
+            compared=partial(self.compared, graphs=graphs),
+        )  # fmt: skip
+
+    @staticmethod
+    def compared(found: Sequence[Tensor], graphs: Graphs) -> list[Tensor]:
+        """What is checked of the results, of which the first are packed trees: the nodes, and how
+        likely they are. Compiled code may take others of equally likely ones, as there are many in
+        16 bits."""
+        *nodes, likely = found[0].chunk(4, dim=1)
+        taken = [] if graphs.compiles else [torch.cat(nodes, dim=1).to(torch.int64)]
+        return [*taken, likely, *found[1:]]

@@ -18,12 +18,18 @@ def tolerance(dtypes: Iterable[torch.dtype]) -> float:
 
 
 def difference(most: float, expected: Sequence[Tensor], found: Sequence[Tensor]) -> str | None:
-    """How two results differ by more than this relative error; None if they do not."""
+    """How two results differ by more than this relative error; None if they do not. Integers,
+    which are choices, must be equal."""
     for one, other in zip(expected, found, strict=True):
         if not one.is_floating_point():
-            continue  # a choice between numbers that may be equal
-        scale = one.masked_fill(one.isinf(), 0).abs().max().clamp(min=1e-6)
-        apart = torch.where(one == other, 0, one - other)  # of infinities, too
+            if not torch.equal(one, other):
+                return "compiled code gives something else (other choices)"
+            continue
+        if not one.numel():
+            continue
+        scale = one.masked_fill(~one.isfinite(), 0).abs().max().clamp(min=1e-6)
+        same = (one == other) | (one.isnan() & other.isnan())
+        apart = torch.where(same, 0, one - other)
         error = float((apart.abs().max() / scale).nan_to_num(torch.inf))
         if not error <= most:
             return f"compiled code gives something else (relative error {error:.2g})"

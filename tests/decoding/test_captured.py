@@ -7,6 +7,7 @@ token. On a GPU these tests record CUDA graphs.
 import gc
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 import peft
@@ -31,6 +32,8 @@ from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.model import captures
 from hf_spec.model.any_size import AnySize
 from hf_spec.model.captures import Captured, Unrepeatable, Watch
+from hf_spec.model.compiled import _Step
+from hf_spec.model.graphs import CHECKS, TRIES
 from hf_spec.model.repeats import compile_in_parts
 from hf_spec.modeling_patches.cache_name import CACHE
 
@@ -203,6 +206,22 @@ def test_numbers_that_a_forward_reads(shallow: Tiny, way: Any, name: str) -> Non
     assert after.sequences.tolist() != before.sequences.tolist() or name != "an attribute"
 
 
+@pytest.mark.parametrize("way", [RECORDED, CAPTURED], ids=["recorded", "compiled"])
+@pytest.mark.parametrize(
+    "change", [lambda bank: bank[1], lambda bank: bank[0].T], ids=["elsewhere", "transposed"]
+)
+def test_weights_that_move_within_their_memory(shallow: Tiny, way: Any, change: Any) -> None:
+    """As those of flat parameters, or of a bank of several."""
+    model: Any = shallow(layers=2)
+    weight, spec = model.model.layers[1].self_attn.o_proj.weight, strategy("plain")
+    bank = torch.stack([weight.data, 0.4 * torch.randn_like(weight)])
+    made = []
+    for value in (bank[0], change(bank), bank[0]):
+        weight.data = value
+        made.append(compiled(check_one(model, spec, way, inputs=prompt()))["made"] > 0)
+    assert made[:2] == [True, True]
+
+
 def test_caches_over_turns(shallow: Tiny) -> None:
     """What a call returns is the caller's, and the next call records nothing."""
     model, spec = shallow(), drafting("prompt_lookup", max_nodes=4)
@@ -311,6 +330,122 @@ def test_code_is_kept_for_other_places(shallow: Tiny, cut_into: list[int]) -> No
     assert len(cut_into) > before
 
 
+# -- what is checked ---------------------------------------------------------------------------
+
+
+class Wrong(Replay):
+    """Records of a step go wrong each time that they run, but for the first ones."""
+
+    first = 0
+
+    def record(self, function: Any, inputs: Any) -> Any:
+        replay, results = super().record(function, inputs)
+        before, ran = [one.clone() for one in inputs], count()
+
+        def again() -> None:
+            right = next(ran) < self.first
+            if not right:
+                self.prepare(inputs, before)
+            replay()
+            if not right:
+                self.spoil(inputs, results)
+
+        return again, results
+
+    def prepare(self, inputs: Any, before: Any) -> None:
+        pass
+
+    def spoil(self, inputs: Any, results: Any) -> None:
+        pass
+
+
+class Accepts(Wrong):
+    """Other tokens: of the packed result."""
+
+    def spoil(self, inputs: Any, results: Any) -> None:
+        [packed] = [one for one in results if one.dtype == torch.long and one.ndim == 2]
+        packed[:, 4 + (packed.shape[1] - 4) // 2 :] = packed[:, 3] = 7
+
+
+class Drafts(Wrong):
+    """Other tokens: of packed trees."""
+
+    def spoil(self, inputs: Any, results: Any) -> None:
+        [packed] = [one for one in results if one.dtype == torch.float and one.ndim == 2]
+        packed.chunk(4, dim=1)[2][:, 1:] = 7
+
+
+class Writes(Wrong):
+    """Other keys, in the first slot of the step."""
+
+    def spoil(self, inputs: Any, results: Any) -> None:
+        lengths = next(one for one in inputs if one.ndim == 1 and one.dtype == torch.long)
+        keys = next(one for one in inputs if one.ndim == 4)
+        keys[0, :, int(lengths[0])] += 1
+
+
+class Remembers(Wrong):
+    """Inputs of the step that it was made in, for which it is right."""
+
+    first = 1
+
+    def prepare(self, inputs: Any, before: Any) -> None:
+        for one, other in zip(inputs, before):
+            if one.ndim < 4:  # the cache is read where it is
+                one.copy_(other)
+
+
+@pytest.mark.parametrize("wrong", [Accepts, Drafts, Writes, Remembers])
+def test_records_that_are_wrong(
+    shallow: Tiny, monkeypatch: pytest.MonkeyPatch, wrong: type[Wrong]
+) -> None:
+    """They are found, whatever is wrong, before they are used."""
+    monkeypatch.setitem(captures.RECORDERS, "cpu", wrong)
+    model, found = adapt(shallow(), "medusa"), []
+    for seed in range(3):
+        output = same(
+            model, strategy("medusa", **FEW["medusa"]), RECORDED, inputs=prompt(seed=seed)
+        )
+        found.append(compiled(output))
+    assert found[-1]["runs"] == 0 and "something else" in str(found[-1]["refused"])
+
+
+def test_memory_that_records_take(shallow: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it does not suffice for a step, the records go, with buffers that are kept for them;
+    after some calls, no more are made."""
+    model, spec, eager, made = shallow(), strategy("plain"), _Step._eager, []
+
+    def step(self: Any) -> Any:
+        if memory(model)["graphs"].graphs:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return eager(self)
+
+    monkeypatch.setattr(_Step, "_eager", step)
+    for _ in range(TRIES + 1):
+        output = same(model, spec, RECORDED, inputs=prompt())
+        made.append(compiled(output)["made"])
+        assert not memory(model)["graphs"].graphs
+    assert all(made[:-1]) and not made[-1]
+    assert "memory does not suffice beside records (CUDA out of" in str(compiled(output)["refused"])
+
+
+def test_memory_that_kept_buffers_take(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go where a call needs others; what it lacks without them is its own."""
+    graphs, kept = graphs_of(fresh(), RECORDED), torch.zeros(2, 3)
+    graphs.spare([kept])
+
+    def zeros(shape: tuple[int, ...], *_: Any) -> Tensor:
+        if graphs._kept.spare or len(shape) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.zeros(shape)
+
+    monkeypatch.setattr("hf_spec.model.graphs.zeros", zeros)
+    assert graphs.allocate((4, 5), kept.dtype, kept.device).shape == (4, 5)
+    assert "does not suffice" in str(graphs.details()["refused"])
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.allocate((4, 5, 6), kept.dtype, kept.device)
+
+
 # -- what cannot be recorded -------------------------------------------------------------------
 
 
@@ -318,7 +453,7 @@ def record(function: Any, *inputs: Tensor) -> Captured:
     with Watch(inputs):
         function(*inputs)
     recorder = captures.RECORDERS[inputs[0].device.type](inputs[0].device)
-    return Captured(recorder, function, inputs, 0)
+    return Captured(recorder, function, inputs, 0, {})
 
 
 @pytest.mark.parametrize(
@@ -370,7 +505,9 @@ def test_records_go(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(name: str, buffer: Tensor) -> None:
         graphs = graphs_of(model, RECORDED)
-        graphs.run(name, lambda a, x: (a + x,), [buffer, x], lambda: (x,), tuple, static=1)
+        for _ in range(CHECKS):
+            x.add_(1)
+            graphs.run(name, lambda a, x: (a + 0,), [buffer, x], static=1)
 
     run("add", buffer)
     run("add", other)

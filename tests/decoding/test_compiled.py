@@ -29,7 +29,7 @@ from hf_spec.decoding.compiling import STATIC
 from hf_spec.drafting import growth
 from hf_spec.methods.registry import methods
 from hf_spec.model import captures
-from hf_spec.model.graphs import TRIES, Graphs
+from hf_spec.model.graphs import CHECKS, TRIES, Graphs
 from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.policy import plans
 
@@ -210,6 +210,7 @@ def test_rounding_is_that_of_the_inputs(dtype: torch.dtype, fresh: Any) -> None:
     graphs, states = graphs_of(fresh()), torch.ones(3, dtype=dtype)
 
     def run(name: Any, scale: float) -> None:
+        states.mul_(2)  # code is checked by several inputs
         near = states.float() * scale
         graphs.run(name, lambda x: (x.float(),), [states], lambda: (near,), tuple)
 
@@ -226,27 +227,47 @@ def test_rounding_is_that_of_the_inputs(dtype: torch.dtype, fresh: Any) -> None:
 @pytest.mark.parametrize(
     ("checks", "used"),
     [
-        ([True], True), ([False, True, True], True), ([False, True, False, True, True], True),
-        ([False] * TRIES, False), ([False, True, *[False] * TRIES], False),
+        ([True] * CHECKS, True), ([False, True, True, True], True),
+        ([True, False, False, *[True] * 3], True), ([False] * TRIES, False),
+        ([True, *[False] * (TRIES + 1)], False),
     ],
 )  # fmt: skip
 def test_code_that_differs_once(checks: list[bool], used: bool, fresh: Any) -> None:
-    """As where rounding chooses another expert: it is checked again until it has agreed once more
+    """As where rounding chooses another expert: it is checked again until it has agreed twice more
     than it has differed, and refused where it mostly differs. It is compiled once."""
     graphs, x, compiled_times = graphs_of(fresh()), torch.ones(3), list[int]()
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        compiled_times.append(1)
+        compiled_times.append(type(x) is not torch.Tensor)
         return (x + 1,)
 
     for number, agrees in enumerate(checks):
-        assert graphs.made == number and graphs.get("a", [x]) is None
+        assert graphs.made == (number > 0) and graphs.get("a", [x]) is None
+        x += 1
         want = x + 1 if agrees else x + 2
         [found] = graphs.run("a", function, [x], lambda want=want: (want,), tuple)
         assert torch.equal(found, want)
     assert (graphs.get("a", [x]) is not None) == used != bool(graphs.details()["refused"])
     graphs.run("a", function, [x], lambda: (x + 1,), tuple)
-    assert graphs.made == len(checks) and compiled_times == [1]
+    assert graphs.made == sum(compiled_times) == 1
+
+
+def test_inputs_that_recur_prove_nothing_new(fresh: Any) -> None:
+    """Code may contain what was computed from them: it runs for these alone, until it has been
+    right for others."""
+    graphs, x, plain = graphs_of(fresh()), torch.ones(3), list[float]()
+
+    def run() -> None:
+        graphs.run("a", lambda x: (x + 1,), [x], lambda: plain.append(float(x[0])) or (x + 1,))
+
+    for _ in range(3):
+        run()
+    x += 1
+    for _ in range(3):
+        run()
+    x += 1
+    run()
+    assert plain == [1, 2] and graphs.counts["runs"] == 5
 
 
 @pytest.mark.parametrize("given", ["in options", "in the environment"])
@@ -416,10 +437,14 @@ def test_a_forward_that_cannot_be_captured(
     assert message in warned
 
 
-def test_pruning_is_refused(shallow: Any) -> None:
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize(
+    ("way", "named"), [(CAPTURED, "cache_implementation="), (RECORDED, "compile_config=")]
+)
+def test_pruning_is_refused(shallow: Any, way: Any, named: str) -> None:
     model = adapt(shallow(layers=2), "propd")
-    with pytest.raises(ValueError, match="prune=True with cache_implementation"):
-        generate(model, prompt(), **strategy("propd", prune=True), **CAPTURED)
+    with pytest.raises(ValueError, match=f"prune=True with {named}"):
+        generate(model, prompt(), **strategy("propd", prune=True), **way)
 
 
 def test_when_steps_are_compiled(fresh: Any) -> None:

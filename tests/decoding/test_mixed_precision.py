@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import VOCAB, prompt, ragged
 from covering import covering
+from replay import RECORDED
 from running import one_of_each_kind
 from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 from transformers import DynamicCache
@@ -107,19 +108,33 @@ def test_a_cache_goes_on_in_another_dtype(
         assert plain.values.dtype == ours.values.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("name", "wrapped"), [("prompt_lookup", True), ("medusa", False)])
-def test_compiled_steps(sure: Any, name: str, wrapped: bool) -> None:
-    """Code is for the dtypes that it was captured with."""
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize(
+    ("name", "way", "wrapped", "around"),
+    [
+        ("prompt_lookup", CAPTURED, True, False), ("medusa", CAPTURED, False, True),
+        ("medusa", RECORDED, True, False), ("prompt_lookup", RECORDED, False, True),
+        ("medusa", RECORDED, True, True),
+    ],
+)  # fmt: skip
+def test_compiled_and_recorded_steps(
+    sure: Any, name: str, way: Any, wrapped: bool, around: bool
+) -> None:
+    """Code is for the dtypes that it was captured with, and contains no weight that was cast
+    before."""
     model, inputs = sure(name=name), ragged((12, 5))
-    first = generate(model, inputs, **strategy(name), **CAPTURED)
+    model.requires_grad_()  # only the casts of such weights are kept
+    first = generate(model, inputs, **strategy(name), **way)
     if wrapped:
         model.forward = torch.autocast(**BF16)(model.forward)
-    with torch.autocast(**BF16, enabled=not wrapped):
+    with torch.autocast(**BF16, enabled=around):
         plain = generate(model, inputs).sequences
-        ours = generate(model, inputs, **strategy(name), **CAPTURED)
-    assert torch.equal(ours.sequences, plain)
+        for _ in range(2):
+            ours = generate(model, inputs, **strategy(name), **way)
+            assert torch.equal(ours.sequences, plain)
     assert compiled(ours)["kept"] > compiled(first)["kept"] and not compiled(ours)["refused"]
+    assert compiled(ours)["runs"] and not compiled(ours)["made"]
     if wrapped:
         del model.forward
-    again = generate(model, inputs, **strategy(name), **CAPTURED)
+    again = generate(model, inputs, **strategy(name), **way)
     assert torch.equal(again.sequences, first.sequences) and not compiled(again)["made"]

@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,17 @@ import forks
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import shared
+from conftest import prompt, shared
 from covering import EVERY_CASE
 from random_mtp import read_or_random
-from running import needed
+from replay import RECORDED, Rerun
+from running import CAPTURED, needed
 from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec.methods import mtp
 from hf_spec.methods.registry import methods
+from hf_spec.model import captures
 
 NEW = 16
 OPTIONS = {"layer_skip": {"skip_attention": [1], "skip_mlp": [2]}}
@@ -52,10 +55,11 @@ def whole(rank: int) -> dict[str, Any]:
     hook = model.register_forward_hook(
         lambda module, args, kwargs, output: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    ours = model.generate(ids, **settings, assistant_strategy="prompt_lookup", synced_gpus=True)
+    ours = {"assistant_strategy": "prompt_lookup", "synced_gpus": True}
+    out = model.generate(ids, **settings, **ours)
     hook.remove()
     steps = hf_spec.last_stats(model).num_steps
-    return {"equal": torch.equal(plain, ours), "rows": rows, "steps": steps}
+    return {"equal": torch.equal(plain, out), "rows": rows, "steps": steps}
 
 
 def halves(rank: int, folder: str) -> dict[str, Any]:
@@ -69,6 +73,11 @@ def halves(rank: int, folder: str) -> dict[str, Any]:
     if rank == 1:
         now, jumps = time.perf_counter, random.Random(0)
         time.perf_counter = lambda: now() + jumps.random()  # type: ignore[assignment]
+    captures.RECORDERS["cpu"] = Rerun
+    with warnings.catch_warnings(action="ignore"):
+        for name, way in (("recorded", RECORDED), ("compiled", CAPTURED)):
+            found[name] = outputs(model, {"assistant_strategy": "prompt_lookup", **way}, seeds=0)
+    found["refused"] = hf_spec.last_stats(model).details["compiled"]["refused"]
     mtp.weights._read = read_or_random(mtp.weights._read)  # in a process of its own
     for name in NAMES:
         method = methods()[name]
@@ -112,6 +121,27 @@ def test_ranks_decide_alike(found: list[dict[str, Any]], name: str) -> None:
     first, second = (one["halves"] for one in found)
     assert first[name] == second[name]
     assert first[name] == first["plain"]
+
+
+def test_ranks_make_no_code(found: list[dict[str, Any]]) -> None:
+    """Which one of them might have to make again, or might fail to make."""
+    for one in (rank["halves"] for rank in found):
+        assert one["recorded"] == one["compiled"] == one["plain"]
+        assert one["refused"] == [
+            "its weights are split among processes, all of which would have to make the same code"
+        ]
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize(
+    ("way", "named"),
+    [(RECORDED, r"CompileConfig\(backend='cudagraphs'\)"), (CAPTURED, "cache_implementation='s")],
+)
+def test_ranks_with_prompts_of_their_own_make_no_code(way: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=rf"synced_gpus=True .* with .*{named}.* Leave out"):
+        shared("llama").generate(
+            prompt(), assistant_strategy="prompt_lookup", synced_gpus=True, **way
+        )
 
 
 def test_ranks_that_finish_early_keep_calling_the_model(found: list[dict[str, Any]]) -> None:

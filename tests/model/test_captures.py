@@ -1,18 +1,22 @@
 """What is asked of CUDA while a graph is recorded, by a stand-in that notes it."""
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
+import transformers.integrations.moe  # noqa: F401  (its operations)
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_spec.model import captures
-from hf_spec.model.captures import Captured, CudaGraphs, take_turns
+from hf_spec.model.captures import Captured, CudaGraphs, Unrepeatable, Watch, take_turns
 
 
 class Stream(SimpleNamespace):
@@ -23,21 +27,43 @@ class Stream(SimpleNamespace):
 
 
 class Graph:
+    """One that fails as :attr:`Cuda.fails` says, with the allocator of :attr:`Cuda.version`."""
+
     def __init__(self, cuda: Any):
-        self._cuda = cuda
+        self._cuda, self._begun, self._ended = cuda, False, False
+        self._pool: str | None = None
 
     def capture_begin(self, pool: str = "its own", capture_error_mode: str = "") -> None:
         assert capture_error_mode == "thread_local"
-        self._cuda.log.append(f"{pool} on {self._cuda.current.name}")
+        cuda, self._pool = self._cuda, pool
+        cuda.log.append(f"{pool} on {cuda.current.name}")
+        cuda.uses[pool] += 1
+        cuda.served.add(pool)
+        self._fail("begins")
+        self._begun = True
 
     def capture_end(self) -> None:
-        if self._cuda.broken:
-            self._cuda.broken = False
-            raise RuntimeError("CUDA error: operation failed due to a previous error")
+        if not self._begun:
+            raise RuntimeError("capture_end() called before capture_begin()")
+        if self._cuda.version < (2, 13):
+            self._fail("ends")
+        self._cuda.served.remove(self._pool)
+        self._fail("ends")
+        self._ended = True
         self._cuda.log.append("captured")
+
+    def _fail(self, when: str) -> None:
+        if self._cuda.fails == when:
+            self._cuda.fails = ""
+            raise RuntimeError("CUDA error: operation failed due to a previous error")
 
     def replay(self) -> None:
         pass
+
+    def __del__(self) -> None:
+        if self._ended or (self._pool is not None and self._cuda.version >= (2, 14)):
+            self._cuda.served.discard(self._pool)
+            self._cuda.uses[self._pool] -= 1
 
 
 class Cuda:
@@ -46,11 +72,16 @@ class Cuda:
     Attributes:
         current: the stream that work goes to.
         log: what has been called, in order.
-        broken: whether CUDA ends the capture, as after an illegal operation.
+        uses: references to each pool.
+        served: pools from which memory is taken.
+        fails: whether the next capture fails when it "begins", or, as after an illegal operation,
+            when it "ends".
+        version: of PyTorch.
     """
 
     def __init__(self) -> None:
-        self.current, self.log, self.broken = Stream(name="main"), list[str](), False
+        self.current, self.log, self.fails = Stream(name="main"), list[str](), ""
+        self.uses, self.served, self.version = Counter[str](), set[str](), (2, 11)
         self.numbers = count(1)
 
     def graph_pool_handle(self) -> str:
@@ -76,20 +107,23 @@ class Cuda:
     def CUDAGraph(self) -> Graph:
         return Graph(self)
 
+    def _cuda_clearCublasWorkspaces(self) -> None:
+        self.log.append("workspaces cleared")
+
     def _cuda_endAllocateToPool(self, device: int, pool: str) -> None:
-        if "captured" in self.log[-1:]:
+        if pool not in self.served:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
-        self.log.append(f"{pool} serves no more")
+        self.served.remove(pool)
 
     def _cuda_releasePool(self, device: int, pool: str) -> None:
-        self.log.append(f"{pool} released")
+        self.uses[pool] -= 1
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     found = Cuda()
     monkeypatch.setattr(torch, "cuda", found)
-    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool", "_cuda_clearCublasWorkspaces"):
         monkeypatch.setattr(torch._C, name, getattr(found, name), raising=False)
     return found
 
@@ -104,12 +138,12 @@ def added(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def recorded(graphs: CudaGraphs, function: Any = added) -> Any:
-    return Captured(graphs, function, [torch.zeros(2)], 0)
+    return Captured(graphs, function, [torch.zeros(2)], 0, {})
 
 
 def test_nothing_but_captures_runs_on_their_stream(cuda: Cuda, graphs: CudaGraphs) -> None:
     """PyTorch frees the workspace that cuBLAS has for a stream when a graph of this stream goes; it
-    is memory of the graphs' pool only if no eager code has asked for it before."""
+    is memory of the graphs' pool only if the stream has none from before."""
     ran = list[str]()
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
@@ -120,7 +154,8 @@ def test_nothing_but_captures_runs_on_their_stream(cuda: Cuda, graphs: CudaGraph
 
     kept = [recorded(graphs, function) for _ in range(2)]
     assert ran == ["main", graphs.stream.name] * len(kept)
-    assert cuda.log == [f"{graphs.pool} on {graphs.stream.name}", "captured"] * 2
+    assert cuda.log[0] == "workspaces cleared"
+    assert cuda.log[1:] == [f"{graphs.pool} on {graphs.stream.name}", "captured"] * 2
 
 
 def test_a_pool_ends_with_its_last_graph(graphs: CudaGraphs) -> None:
@@ -152,25 +187,78 @@ def test_another_try_where_caches_fill_the_memory(cuda: Cuda, graphs: CudaGraphs
     assert not left
 
 
-def test_what_a_capture_leaves_that_cuda_has_ended(cuda: Cuda, graphs: CudaGraphs) -> None:
+@pytest.mark.parametrize("version", [(2, 11), (2, 12), (2, 13), (2, 14)])
+@pytest.mark.parametrize("when", ["begins", "an operation", "an error of Python", "ends"])
+def test_what_a_failed_capture_leaves(
+    cuda: Cuda, graphs: CudaGraphs, monkeypatch: pytest.MonkeyPatch, version: Any, when: str
+) -> None:
     """Nothing: its pool serves and keeps no more than before, and a capture that ends as it should
     ends what has begun for random numbers, also of earlier graphs."""
-    kept, pool = recorded(graphs), graphs.pool
-    cuda.log.clear()
+    cuda.version = version
+    monkeypatch.setattr(torch, "__version__", ".".join(map(str, (*version, 1))) + "+cu130")
+    kept, pool = [recorded(graphs)], graphs.pool
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
-        if cuda.current.name == "main":
-            return added(x)
-        cuda.broken = True
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        if cuda.current.name != "main" and when in ("an operation", "an error of Python"):
+            cuda.fails = "ends" if when == "an operation" else ""
+            raise RuntimeError(when)
+        return added(x)
 
-    with pytest.raises(RuntimeError, match="not permitted"):
+    cuda.fails = when
+    with pytest.raises(RuntimeError, match=f"{when}|failed due to a previous error"):
         recorded(graphs, function)
+    gc.collect()
     assert cuda.current.name == "main"
-    assert cuda.log[1:3] == [f"{pool} serves no more", f"{pool} released"]
-    assert cuda.log[3:] == [f"its own on {graphs.stream.name}", "captured"]
-    recorded(graphs)
-    assert graphs.pool == pool and kept is not None
+    assert cuda.log[-2:] == [f"its own on {graphs.stream.name}", "captured"]
+    assert cuda.uses[pool] == len(kept) and not cuda.served
+    kept.append(recorded(graphs))
+    assert graphs.pool == pool and cuda.uses[pool] == len(kept)
+
+
+def test_inputs_are_shared(cuda: Cuda, graphs: CudaGraphs) -> None:
+    """Records run one after the other: those of one shape copy their inputs to one place, and two
+    inputs of a record have two. They go with the last record."""
+    shared: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
+
+    def record(*sizes: int) -> Captured:
+        inputs = [torch.zeros(size) for size in sizes]
+        return Captured(graphs, lambda *given: given, inputs, 1, shared)
+
+    def places(record: Captured) -> list[int]:
+        return [one.data_ptr() for _, tensors in record._fixed for one in tensors]
+
+    records = [record(9, 2, 2, 3), record(9, 2, 3, 2), record(9, 2)]
+    first, second, third = map(places, records)
+    assert len({*first}) == 3 and {*first} == {*second} and third == first[:1]
+    assert len(shared) == 3
+    records.clear()
+    gc.collect()
+    assert not shared
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize(
+    ("capability", "dtype", "read"),
+    [
+        ((8, 0), torch.bfloat16, True), ((9, 0), torch.bfloat16, False),
+        ((10, 3), torch.bfloat16, False), ((12, 0), torch.bfloat16, True),
+        ((9, 0), torch.float32, True), ((9, 0), torch.float16, True),
+    ],
+)  # fmt: skip
+def test_products_of_experts_that_read_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, capability: Any, dtype: torch.dtype, read: bool
+) -> None:
+    """Within an operation, where nobody sees it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode(), Watch([]):
+        rows = torch.empty(4, 16, dtype=dtype, device="cuda")
+        experts = torch.empty(2, 16, 16, dtype=dtype, device="cuda")
+        sizes = torch.empty(2, dtype=torch.int32, device="cuda")
+        refused = pytest.raises(Unrepeatable, match="how many tokens each expert has")
+        with refused if read else nullcontext():
+            torch._grouped_mm(rows, experts, offs=sizes)
+        with pytest.raises(Unrepeatable, match="how many tokens each expert has"):
+            torch.ops.transformers.grouped_mm_fallback(rows, experts, sizes)
 
 
 def test_streams_that_share_memory(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
