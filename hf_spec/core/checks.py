@@ -16,6 +16,10 @@ Rule = Callable[[str, Any], None]
 INSTALL = "pip install .  # in a clone of hf_spec"
 
 
+#: As pays or fits.
+AUTO = "auto"
+
+
 def install_extra(extra: str) -> str:
     """What to run for the optional packages of an extra, where hf_spec is installed."""
     return f"run: pip install 'hf_spec[{extra}]'"
@@ -95,6 +99,16 @@ def explained(what: str, *kinds: type[Exception]) -> Iterator[None]:
 def count(low: int = 1, high: int | None = None) -> Rule:
     """The rule of :func:`check_count`."""
     return partial(check_count, low=low, high=high)
+
+
+def count_or_auto(high: int, auto: str) -> Rule:
+    """The rule of :func:`check_count`, and ``auto`` with what it means."""
+
+    def check(name: str, value: Any) -> None:
+        if value != AUTO:
+            check_count(name, value, high=high, why=f"Or give {AUTO!r}: {auto}.")
+
+    return check
 
 
 def number(low: float, high: float, open_low: bool = False) -> Rule:

@@ -16,7 +16,7 @@ from hf_spec.adapters.repo_files import GENERATION
 from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
 from hf_spec.decoding.config import AUTO, StoredOptions
-from hf_spec.methods.registry import methods
+from hf_spec.methods.registry import get_method, methods
 from hf_spec.modeling_patches.modules import unwrapped
 
 #: What works with every model, and needs nothing.
@@ -88,6 +88,7 @@ def resolve_auto(model: Any, config: GenerationConfig, assistant: Any = None) ->
     choice = choose(model, assistant, place)
     config.assistant_strategy = choice.strategy
     if isinstance(given, dict) and choice.options:
+        given = get_method(choice.strategy).today(given)
         config.assistant_kwargs = StoredOptions(choice.options | given, choice.options.source)
 
 
@@ -111,5 +112,6 @@ def _stored(adapter: Adapter, strategy: str) -> StoredOptions:
         path = None if origin is None else origin.file(GENERATION)
         data = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
         if origin is not None and data.get("assistant_strategy") == strategy:
-            return StoredOptions(data.get("assistant_kwargs") or {}, origin.place)
+            options = get_method(strategy).today(data.get("assistant_kwargs") or {})
+            return StoredOptions(options, origin.place)
     return StoredOptions()

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from hf_spec.core.checks import check_names, first_line
 from hf_spec.drafting.options import AUTO, DraftOptions
 from hf_spec.files import is_path
-from hf_spec.methods.registry import get_method
+from hf_spec.methods.registry import get_method, methods
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +48,14 @@ def _warn_of_lossy(source: str, acceptance: str) -> None:
 
 
 def _check_options_of_all(kwargs: dict[str, Any]) -> None:
-    """Check the options of a call whose strategy is chosen later."""
-    known = [item.name for item in dataclasses.fields(DraftOptions)]
+    """Check the options of a call whose strategy is chosen later, as far as all strategies share
+    them; that strategy checks its own."""
+    common = [item.name for item in dataclasses.fields(DraftOptions)]
+    own = {name for one in methods().values() for name in (*one.option_names, *one.former_names)}
     check_names(
-        f"assistant_kwargs: strategy {AUTO!r} (name the one that has it instead)", kwargs, known
+        f"assistant_kwargs: strategy {AUTO!r}", (name for name in kwargs if name not in own), common
     )
-    DraftOptions(**kwargs)
+    DraftOptions(**{name: value for name, value in kwargs.items() if name in common})
 
 
 class SpecConfig(GenerationConfig):

@@ -20,8 +20,8 @@ _ONE_OF_TWO = "Leave one of the two out (assistant_strategy=None)."
 #: Options of other decoding modes, and what to do without them.
 _OTHER_MODES = {
     "prompt_lookup_num_tokens": (
-        "Drop it: assistant_strategy='prompt_lookup', and lookups beside other strategies, choose "
-        "by themselves how many tokens to draft."
+        "Give assistant_kwargs={'num_draft_tokens': ...} to prompt_lookup instead, or nothing: "
+        "then a policy drafts as much as pays."
     ),
     "max_matching_ngram_size": "Give assistant_kwargs={'max_ngram': ...} to prompt_lookup instead.",
     "use_mtp": "Drop it: assistant_strategy='mtp' drafts with the same layers.",

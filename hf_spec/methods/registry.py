@@ -100,6 +100,22 @@ class Method:
         unused = [*self.drafter.unused, *(["adapter"] if self.adapter_config is None else [])]
         return [name for name in names if name not in unused]
 
+    @property
+    def former_names(self) -> Mapping[str, str]:
+        """Today's names of its options by their former ones."""
+        return self.options.former_names
+
+    def today(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options with today's names in place of former ones; a ValueError if both are given."""
+        former = self.former_names
+        for name in former.keys() & options.keys():
+            if former[name] in options:
+                raise ValueError(
+                    f"assistant_kwargs={dict(options)!r}: {name!r} is the former name of "
+                    f"{former[name]!r} in strategy {self.name!r}. Give the latter alone."
+                )
+        return {former.get(name, name): value for name, value in options.items()}
+
     def parse_options(self, kwargs: dict[str, Any] | DraftOptions | None) -> DraftOptions:
         """Build and validate the options, unless that has been done.
 
@@ -114,7 +130,7 @@ class Method:
                 f"assistant_kwargs is a {type(kwargs).__name__}: give a dict of options of "
                 f"{self.name!r}."
             )
-        kwargs = kwargs or {}
+        kwargs = self.today(kwargs or {})
         check_names(f"assistant_kwargs: strategy {self.name!r}", kwargs, self.option_names)
         options = self.options(**kwargs)
         if options.acceptance == "rejection" and not self.drafter.can_sample:

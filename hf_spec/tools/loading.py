@@ -154,10 +154,12 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
             raise ValueError(f"cannot read adapter {path!r}: there is no such folder")
         with explained(f"cannot read adapter {path!r}", *BROKEN):
             config = hf_spec.SpecConfig.from_pretrained(path)
-            strategy, options = config.assistant_strategy, dict(config.assistant_kwargs or {})
+            strategy = config.assistant_strategy
             if not strategy:
                 raise ValueError("its generation_config.json names no assistant_strategy")
-            changes: Any = getattr(get_method(strategy).adapter_config, "changes_model", False)
+            method = get_method(strategy)
+            options = method.today(config.assistant_kwargs or {})
+            changes: Any = getattr(method.adapter_config, "changes_model", False)
             if not isinstance(changes, bool):  # adapters of this type may do either
                 adapter_config: Any = PeftConfig.from_pretrained(path)
                 changes = adapter_config.changes_model

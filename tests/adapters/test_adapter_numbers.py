@@ -30,7 +30,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "medusa": ("medusa", {"projection": "own"}, {"tree": "sparse"}),
     "layer_skip": (
         "layer_skip", {"skip_attention": [1], "draft_rank": 2},
-        {"draft_exit": "fixed", "max_draft": 3},
+        {"draft_exit": "fixed", "num_draft_tokens": 3},
     ),
     "propd": ("propd", {"markov_rank": 2}, {"prune": True}),
     "propd online": ("propd", {}, {"tree": "online", "prune": True}),

@@ -36,7 +36,7 @@ from hf_spec.policy import plans
 NEW = 16
 #: Options of each strategy, under which every step drafts.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "layer_skip": {"skip_attention": [1], "skip_mlp": [1], "max_draft": 4},
+    "layer_skip": {"skip_attention": [1], "skip_mlp": [1], "num_draft_tokens": 4},
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
     "space": {"markov_rank": 4}, "bita": {}, "medusa": {"num_heads": 3},
@@ -150,7 +150,7 @@ def test_every_strategy(shallow: Any, name: str, sampled: bool) -> None:
     layers = 2 if name in ("layer_skip", "propd") else 1  # what they leave out, or look into
     model, inputs = adapt(shallow(layers=layers), name), ragged((12, 5))
     # Few sizes, each of which is a graph.
-    few = {"layer_skip": {}, "plain": {}, "prompt_lookup": {"max_nodes": 4}}
+    few = {"layer_skip": {}, "plain": {}, "prompt_lookup": {"num_draft_tokens": 4}}
     options: dict[str, Any] = dict(few.get(name, {"num_draft_tokens": 3}))
     options |= {"lookup": True} if name in ADAPTERS and not sampled else {}
     settings: dict[str, Any] = {}
@@ -270,7 +270,7 @@ def test_a_steady_state_compiles_nothing(shallow: Any) -> None:
     """Calls of mixed lengths, trees, strategies, adapters and batch sizes."""
     model = adapt(adapt(shallow(), "medusa", "heads"), "space", "masks")
     model.set_adapter(["heads", "masks"])
-    lookup = strategy("prompt_lookup", max_nodes=4)
+    lookup = strategy("prompt_lookup", num_draft_tokens=4)
     calls = [
         (lookup, prompt(31)), (strategy("medusa", num_draft_tokens=4), prompt(9, 2)),
         (strategy("space", tree="chain", max_depth=2), prompt(5)), (lookup, prompt(22)),

@@ -151,7 +151,8 @@ def contenders(
     names, options, assistants = list(names), options or {}, [*dict.fromkeys(assistants)]
     result = [_baseline(adapter) for adapter in adapters if adapter.changes_model]
     for name in names:
-        given = dict(options.get(name, {}))
+        given, method = options.get(name, {}), methods().get(strategy_of(name))
+        given = dict(given) if method is None else method.today(given)
         if needs_assistant(name):
             result += _with_assistants(name, given, assistants)
         else:

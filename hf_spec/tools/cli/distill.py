@@ -156,6 +156,7 @@ def _summary(made: dict[str, Any], output: Path) -> str:
 def _contender(strategy: str | None, options: str | None, adapter: str | None) -> tuple[Any, Any]:
     """The contender that generates, None for what fits the model, and the adapters to load."""
     from hf_spec.drafting.options import AUTO
+    from hf_spec.methods.registry import get_method
     from hf_spec.tools.bench import contenders as lineup
     from hf_spec.tools.training import distill as work
 
@@ -169,7 +170,8 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
                 raise ValueError(f"{option} needs the name of a strategy: give --strategy")
         return (lineup.BASELINE if name is None else None), []
     own = work.LOOKUP_OPTIONS if name == DEFAULT_STRATEGY else {}
-    given = {**work.OPTIONS, **own, **opt.json_object("--strategy-kwargs", options)}
+    asked = get_method(str(name)).today(opt.json_object("--strategy-kwargs", options))
+    given = {**work.OPTIONS, **own, **asked}
     *tuned, contender = lineup.contenders([name], {name: given}, adapters)
     if tuned or contender.lossy:
         what = f"adapter {adapter!r}" if tuned else "acceptance='typical'"
