@@ -32,7 +32,7 @@ def test_a_run_counted_by_hand() -> None:
     assert stats.num_row_steps == 4
     assert stats.num_generated_tokens == 7
     assert stats.num_drafted_tokens == 11
-    assert stats.mean_accepted_tokens == 7 / 4
+    assert stats.tau == stats.mean_accepted_tokens == 7 / 4
     assert stats.accepted_histogram == {1: 2, 2: 1, 3: 1}
     assert stats.offered == {1: 3, 2: 3, 3: 1}
     assert stats.accepted == {1: 2, 2: 1}
@@ -74,7 +74,7 @@ def test_to_dict_is_json_and_holds_the_derived_figures() -> None:
     assert json.loads(json.dumps(data)) == data
     assert data["accepted_histogram"] == {"1": 1, "3": 1}
     assert list(data["accepted_histogram"]) == ["1", "3"]
-    assert data["mean_accepted_tokens"] == 2.0
+    assert data["tau"] == data["mean_accepted_tokens"] == 2.0
     assert data["acceptance_per_position"] == [0.5, 0.5]
     assert data["details"] == {"threshold": [0.6]}
     assert {field.name for field in dataclasses.fields(stats)} <= set(data)
@@ -82,7 +82,7 @@ def test_to_dict_is_json_and_holds_the_derived_figures() -> None:
 
 def test_printed_statistics_are_a_summary() -> None:
     stats = SpecStats(
-        "medusa", num_steps=3, num_fallback_steps=1, details={"policy": ["long"] * 1000}
+        "medusa", num_steps=3, num_plain_steps=1, details={"policy": ["long"] * 1000}
     )
     stats.record(3, 2, 4)
     stats.record(1, 2, 4)
