@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import sys as _sys
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+if _TYPE_CHECKING:
+    from hf_spec.tools.bench.benchmark import benchmark
 
 __version__ = "0.2.0"
 
@@ -64,6 +69,18 @@ if not _waits:
     )
     _methods()  # registers their adapter types with PEFT
 
+    def __getattr__(name: str) -> _Any:
+        # The one name of a tool, which takes a second to import: when it is first asked for.
+        if name == "benchmark":
+            from hf_spec.tools.bench.benchmark import benchmark
+
+            globals()[name] = benchmark
+            return benchmark
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
     def strategies() -> dict[str, str]:
         """Every strategy's name with one line about it."""
         return {name: method.summary for name, method in _methods().items()}
@@ -89,6 +106,7 @@ __all__ = [
     "DraftOptions",
     "TokenTree",
     "Tree",
+    "benchmark",
     "generate",
     "last_stats",
     "merge_adapter",

@@ -81,9 +81,7 @@ def test_to_dict_is_json_and_holds_the_derived_figures() -> None:
 
 
 def test_printed_statistics_are_a_summary() -> None:
-    stats = SpecStats(
-        "medusa", num_steps=3, num_plain_steps=1, details={"policy": ["long"] * 1000}
-    )
+    stats = SpecStats("medusa", num_steps=3, num_plain_steps=1, details={"policy": ["long"] * 1000})
     stats.record(3, 2, 4)
     stats.record(1, 2, 4)
     stats.draft_seconds, stats.forward_seconds, stats.other_seconds = 0.25, 1.0, 0.75

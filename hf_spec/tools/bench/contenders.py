@@ -172,16 +172,19 @@ def contenders(
     return result
 
 
-def contender_of(name: str, given: dict[str, Any]) -> Contender:
-    """The contender of a name with these options, without adapters and assistant; a ValueError if
-    an option is wrong."""
+def contender_of(
+    name: str, given: dict[str, Any], more: Mapping[str, Any] | None = None
+) -> Contender:
+    """The contender of a name with these options, without adapters; ``more`` are further arguments
+    of its calls, such as an assistant. A ValueError if an option is wrong."""
+    more = more or {}
     if name.startswith(STOCK):
         default = STOCK_LOOKUP_OPTIONS if name == STOCK_LOOKUP else {}
-        return Contender(name, {**default, **given}, stock=True, single_row=True)
+        return Contender(name, {**default, **given, **more}, stock=True, single_row=True)
     strategy = strategy_of(name)
     hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=given)  # checks options
     options = {"assistant_kwargs": given} if given else {}
-    return Contender(name, {"assistant_strategy": strategy, **options})
+    return Contender(name, {"assistant_strategy": strategy, **options, **more})
 
 
 def _with_assistants(

@@ -92,9 +92,9 @@ def show_results(
     target = output / "results.json"
     report.write_results(target, result, environment)
     if as_json:
-        echo(json.dumps(result.runs(), indent=1))
+        echo(json.dumps(result.rows, indent=1))
     else:
-        report.print_table(result, by_task)
+        echo(report.described(result, by_task))
         echo(f"results: {target}")
     if result.interrupted:
         raise Exit(INTERRUPTED)

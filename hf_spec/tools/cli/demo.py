@@ -65,7 +65,7 @@ def demo(
             *written[:SHOWN_LINES], "---",
         ]))  # fmt: skip
     show_results(result, environment_of(loaded, model or "demo model", None), output)
-    rows = [row for row in result.runs() if row["task"] == ALL]
+    rows = [row for row in result.rows if row["task"] == ALL]
     if any(row["diverged"] for row in rows):
         raise ValueError("an output differs from plain generate's other than at a tie")
     ties = sum(row["diverged_at_tie"] for row in rows)
