@@ -18,6 +18,8 @@ from hf_spec.adapters.layer import CONTAINER
 from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.tools.training.anchors import AnswerDataset, collate
 
+#: Fields of adapters of the papers' own kind: without a Markov head, for all tokens.
+PAPERS = {"markov_rank": 0, "draft_vocab_size": 0}
 #: Fields of a Llama's config.
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,

@@ -12,7 +12,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -42,7 +42,8 @@ class Method:
         adapter_config: config class of its PEFT adapter; None if it has none.
         adapter_module: class of what such an adapter learns.
         objective: its training loss, which ``PeftModel.forward`` returns for batches with
-            ``anchors``: a function of base model, active adapter and ``TrainingBatch``.
+            ``anchors``, and in training for ``labels`` alone: a function of base model, active
+            adapter and ``TrainingBatch``.
         needs_adapter: whether it cannot run without a trained adapter, which is then the third
             argument of ``drafter``, an :class:`Adapter`.
         included: given a model, loads what its own checkpoint has for the method, without which it
@@ -52,7 +53,6 @@ class Method:
             of ``drafter``.
         make: builds the drafter from the same arguments, where ``drafter`` alone does not.
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
-        trained: fields of its adapter's config that ``hf-spec train`` sets by default.
         num_anchors: default number of trained positions per sequence in a training step.
         formats: module of its released formats, see :mod:`hf_spec.tools.formats`; None if there
             are none.
@@ -72,7 +72,6 @@ class Method:
     needs_assistant: bool = False
     make: Callable[..., Drafter] | None = None
     training: dict[str, Any] | None = None
-    trained: Mapping[str, Any] = field(default_factory=dict)
     num_anchors: int = 64
     formats: str | None = None
     wraps: str | None = None
@@ -202,7 +201,9 @@ def register_method(method: Method) -> None:
             "both, or none if it has no adapter."
         )
     if method.adapter_config is not None and method.adapter_module is not None:
-        register_type(method.adapter_config, method.adapter_module, method.objective)
+        register_type(
+            method.adapter_config, method.adapter_module, method.objective, method.num_anchors
+        )
         method.adapter_config.strategy = method.name
     _registered[method.name] = method
 

@@ -44,7 +44,8 @@ def spoilt(model: Any, name: str, change: Callable[[torch.Tensor], Any]) -> tupl
     model.add_adapter(config(**fields))
     with torch.no_grad():
         for weight in find_active(model, config.type_name).tensors().values():
-            change(weight)
+            if weight.is_floating_point():
+                change(weight)
     return model.eval(), drafting(strategy, **options)
 
 

@@ -156,8 +156,8 @@ def test_the_plain_script_does_the_same(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(script.replace("max_steps=400", "max_steps=4"), {})
     options = as_options(
-        base, data, max_steps=4, eval_steps=4, held_out=4, served_tokens=8, markov_rank=0,
-        draft_vocab_size=0,
+        base, data, max_steps=4, eval_steps=4, held_out=4, served_tokens=8,
+        markov_learning_rate=3e-2,
     )  # fmt: skip
     options += ["--train-sampling-strategy", "random"]
     assert cli.main(["train", "bita", *options, "--output", str(tmp_path / "two")]) == 0

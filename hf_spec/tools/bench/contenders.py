@@ -11,7 +11,6 @@ from transformers import CompileConfig
 
 import hf_spec
 from hf_spec.adapters.active import fine_tunes
-from hf_spec.adapters.predicting import VocabularyConfig
 from hf_spec.core.checks import check_choice
 from hf_spec.drafting.options import AUTO
 from hf_spec.methods.registry import get_method, methods
@@ -130,10 +129,7 @@ def add_untrained(model: Any, adapters: Iterable[Adapter]) -> None:
     for one in adapters:
         method = get_method(one.strategy)
         assert method.adapter_config is not None
-        config = method.adapter_config(**method.trained)
-        if isinstance(config, VocabularyConfig):
-            config.set_vocabulary(model)
-        model.add_adapter(config, one.name)
+        model.add_adapter(method.adapter_config(), one.name)
         model.set_adapter([*kept, one.name])
 
 

@@ -148,7 +148,7 @@ def _described(method: Any) -> list[tuple[str, str]]:
         default = factory() if field.default is dataclasses.MISSING else field.default
         text = field.metadata.get("help", "")
         if "Default" not in text:
-            text += f" [default: {dict(method.trained).get(name, default)}]"
+            text += f" [default: {default}]"
         found.append((_option(name), text))
     return found
 
