@@ -34,6 +34,7 @@ if not _waits:
     from hf_spec.decoding.custom import generate
     from hf_spec.decoding.loop import decode as _decode
     from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
+    from hf_spec.decoding.validate import check_arguments as _check_arguments
     from hf_spec.decoding.validate import validate_call as _validate_call
     from hf_spec.drafting.drafter import Drafter
     from hf_spec.drafting.options import AUTO as _AUTO
@@ -65,6 +66,7 @@ if not _waits:
             loaded=_note_source,
             custom=generate,
             default=_AUTO,
+            check_names=_check_arguments,
         )
     )
     _methods()  # registers their adapter types with PEFT

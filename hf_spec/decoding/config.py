@@ -63,9 +63,9 @@ class SpecConfig(GenerationConfig):
 
     Args:
         assistant_strategy: name of a strategy (``hf_spec.strategies()`` lists them), or ``auto``:
-            the call's assistant model drafts, else the adapter that the call names, else layers of
-            the model's own checkpoint, else the active adapter, with the options stored beside it,
-            else prompt lookup.
+            the call's assistant model drafts, else the adapter that the call names, else the active
+            adapter, each with the options stored beside it, else MTP layers of the model's own
+            checkpoint, else prompt lookup.
         assistant_kwargs: its options.
         **kwargs: everything a ``GenerationConfig`` takes.
 

@@ -39,11 +39,13 @@ def test_an_assistant_comes_first(fresh, tiny):
     assert taken(fresh("llama"), assistant_model=tiny("llama")).strategy == "draft_model"
 
 
-def test_layers_of_the_checkpoint_come_before_an_adapter():
+def test_an_active_adapter_comes_before_layers_of_the_checkpoint():
     model = AutoModelForCausalLM.from_pretrained(MTP, dtype=torch.float32)
+    assert taken(model).strategy == "mtp" and choose(model).passed == {}
     model.add_adapter(hf_spec.MedusaConfig(num_heads=2))
+    assert taken(model).strategy == "medusa" and choose(model).passed == {}
+    model.disable_adapters()
     assert taken(model).strategy == "mtp"
-    assert choose(model).passed == {}
 
 
 def test_the_active_adapter_with_the_options_beside_it(fresh, tmp_path):
