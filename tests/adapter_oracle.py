@@ -27,6 +27,11 @@ SHAPE = {
 }  # fmt: skip
 
 
+def as_in_papers(kind: Any) -> dict[str, int]:
+    """Those of :data:`PAPERS` that a class of configs has."""
+    return {name: value for name, value in PAPERS.items() if hasattr(kind, name)}
+
+
 def make_base(path: Path, seed: int = 0) -> str:
     """The folder of a tiny model."""
     torch.manual_seed(seed)

@@ -1,6 +1,7 @@
 """Checks of user input (ranges, counts, choices) and short texts of errors."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -193,9 +194,16 @@ def first_line(error: BaseException) -> str:
 
 def nearest(given: Any, known: Iterable[Any]) -> str:
     """For errors, behind what was given: the known word that is most like it, if one is."""
-    words = map(str, known if isinstance(given, str) else ())
-    found = get_close_matches(str(given), [*words], 1)
+    words = [*map(str, known if isinstance(given, str) else ())]
+    letters = str(given).strip("-")
+    found = [word for word in words if len(letters) > 1 and _initials(word) == letters]
+    found = found[:1] or get_close_matches(str(given), words, 1)
     return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def _initials(word: str) -> str:
+    """``lr`` of ``--learning-rate``."""
+    return "".join(part[0] for part in re.split("[-_]+", word) if part)
 
 
 def check_same_settings(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from hf_spec.adapters.repo_files import GENERATION
 from hf_spec.core.checks import check_names, first_line
 from hf_spec.drafting.options import AUTO, DraftOptions
 from hf_spec.files import is_path
@@ -105,6 +106,12 @@ class SpecConfig(GenerationConfig):
         if not Path(name).exists() and is_path(name):
             raise FileNotFoundError(
                 f"cannot read a SpecConfig from {name!r}: there is no such folder"
+            )
+        plain = not args and not {"config_file_name", "subfolder"} & kwargs.keys()
+        if plain and Path(name).is_dir() and not (Path(name) / GENERATION).is_file():
+            raise FileNotFoundError(
+                f"cannot read a SpecConfig from {name!r}: the folder has no {GENERATION}, so that "
+                "it is no adapter's"
             )
         try:
             return super().from_pretrained(pretrained_model_name, *args, **kwargs)

@@ -186,9 +186,12 @@ def register_method(method: Method) -> None:
     Registering the same method again does nothing.
 
     Raises:
-        ValueError: the name, or the type of its adapter, belongs to another method; or one of
+        ValueError: it is no :class:`Method`; or the name, or the type of its adapter, belongs to
+            another method; or one of
             ``adapter_config`` and ``adapter_module`` is missing.
     """
+    if not isinstance(method, Method):
+        raise ValueError(f"register_method({method!r}): give a hf_spec.Method.")
     known = _registered.get(method.name)
     if known is not None and _path(known.drafter) != _path(method.drafter):  # not a reloaded module
         raise ValueError(

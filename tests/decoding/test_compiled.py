@@ -15,7 +15,7 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from adapter_oracle import randomise
+from adapter_oracle import as_in_papers, randomise
 from conftest import ARCHITECTURES, EOS, check_same, prompt, ragged
 from covering import EVERY_CASE, covering
 from replay import RECORDED
@@ -54,7 +54,8 @@ def adapt(model: Any, name: str, adapter: str = "one", seed: int = 2) -> Any:
     """The model with an adapter of random parameters, where the strategy has one."""
     if name in ADAPTERS:
         torch.manual_seed(seed)
-        model.add_adapter(methods()[name].adapter_config(**ADAPTERS[name]), adapter)
+        kind: Any = methods()[name].adapter_config
+        model.add_adapter(kind(**{**as_in_papers(kind), **ADAPTERS[name]}), adapter)
         randomise(model, methods()[name].adapter_config.type_name)
     return model
 

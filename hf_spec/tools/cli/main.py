@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_spec.core.checks import first_line
+from hf_spec.core.checks import first_line, nearest
 from hf_spec.tools.cli.bench import bench
 from hf_spec.tools.cli.common import BAD_INPUT, INTERRUPTED, Command
 from hf_spec.tools.cli.demo import demo
@@ -105,6 +105,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's: wrong usage, or no arguments
             message = error.format_message().strip()
+            if getattr(error, "possibilities", None):
+                close = nearest(error.option_name, error.possibilities)
+                message = f"No such option: {error.option_name}{close}"
             if message.startswith("Usage:"):
                 print(message)
             elif message:

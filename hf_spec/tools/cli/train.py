@@ -27,13 +27,15 @@ def train(
     context: Context,
     method: Annotated[str, Argument(help="What to train, such as bita.")],
     model: Annotated[
-        str | None, Option(help="Base model: a folder, or a repository on the Hub. Needed.")
+        str | None, Option(help="Base model: a folder, or a repository on the Hub.  [required]")
     ] = None,
     data: Annotated[
         Path | None,
-        Option(help="Folder of 'hf-spec distill', or prompts with answers, or ids. Needed."),
+        Option(help="Folder of 'hf-spec distill', or prompts with answers, or ids.  [required]"),
     ] = None,
-    output: Annotated[Path | None, Option("--output", "-o", help="Adapter folder. Needed.")] = None,
+    output: Annotated[
+        Path | None, Option("--output", "-o", help="Adapter folder.  [required]")
+    ] = None,
     adapter: Annotated[Path | None, Option(help="Adapter to go on from.")] = None,
     strategy_kwargs: opt.StoredKwargs = None,
     resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
@@ -79,7 +81,7 @@ def train(
         arguments["use_cpu"] = True  # the Trainer takes an accelerator if there is one
     # Invalid values are refused before anything is loaded.
     adapter_config = given.config_of(chosen, config, adapter)
-    options = opt.json_object("--strategy-kwargs", strategy_kwargs)
+    options = opt.kwargs_of(method, strategy_kwargs)
     chosen.parse_options(options)
     given.spec_arguments(chosen, output, adapter_config, **arguments)
     check_writable(output)

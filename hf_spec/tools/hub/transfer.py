@@ -262,7 +262,9 @@ def exporter(folder: Path, form: str) -> Writer:
         )
     writers = formats_of(method, "WRITERS")
     if form not in writers:
-        formats = ", ".join(writers) or "no format"
+        if not writers:
+            raise ValueError(f"adapters of {method.name!r} cannot be exported to other programs")
+        formats = ", ".join(writers)
         raise ValueError(f"adapters of {method.name!r} can be exported to {formats}, not {form!r}")
     return writers[form]
 

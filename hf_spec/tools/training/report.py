@@ -86,7 +86,7 @@ def outcome(record: Mapping[str, Any]) -> list[str]:
     ]
     if best is not None:
         lines.append(
-            f"tau {best['eval_tau']:.2f} on held-out prompts, at step {best['step']:,}: so many "
-            "tokens per step of the model, where every step drafts"
+            f"best checkpoint: step {best['step']:,}, tau {best['eval_tau']:.2f} on held-out "
+            "prompts (tokens per forward pass of the model if every step drafts)"
         )
     return lines
