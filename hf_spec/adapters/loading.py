@@ -74,7 +74,6 @@ def load_directly(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     origin, name = _asked(given), given["adapter_name"] or "default"
     config: Any = _ours(origin, given["peft_config"])
     taken = name in getattr(self, "peft_config", {}) and given["hotswap"] is not True
-    taken = taken and not getattr(self, "_hotswap_enabled", False)
     if config is not None and taken:
         raise ValueError(
             f"the model already has an adapter named {name!r}: give this one another name, such as "

@@ -158,3 +158,18 @@ def test_a_device_is_not_waited_for(clock: FakeClock, monkeypatch: pytest.Monkey
         raise KeyError
     assert watch.step(last=True) == 2.0 and len(waits) == 1
     assert (stats.draft_seconds, stats.verify_seconds, stats.other_seconds) == (2.0, 1.0, 0.0)
+
+
+def test_phases_are_labels_of_a_profiler_s_trace(monkeypatch) -> None:
+    """And cost nothing where none runs."""
+    watch = Stopwatch(SpecStats(), torch.device("cpu"))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with watch.phase("draft"):
+            torch.ones(3).sum()
+        with watch.phase("forward"), pytest.raises(ValueError, match="inside"):
+            raise ValueError("inside")
+    names = [event.key for event in profiler.key_averages()]
+    assert {"hf_spec.draft", "hf_spec.forward"} <= {*names} and "hf_spec.verify" not in names
+    monkeypatch.setattr("hf_spec.core.stats.record_function", None)
+    with watch.phase("verify"):
+        pass

@@ -105,9 +105,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's: wrong usage, or no arguments
             message = error.format_message().strip()
-            if getattr(error, "possibilities", None):
-                close = nearest(error.option_name, error.possibilities)
-                message = f"No such option: {error.option_name}{close}"
+            if others := getattr(error, "possibilities", None):
+                name = getattr(error, "option_name", "")
+                message = f"No such option: {name}{nearest(name, others)}"
             if message.startswith("Usage:"):
                 print(message)
             elif message:
