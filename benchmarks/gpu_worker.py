@@ -155,7 +155,7 @@ class Worker:
             stats = hf_spec.last_stats(self.model)
             assert stats is not None
             code = stats.details.get("compiled", {})
-            made, tau = code.get("made", 0), stats.mean_accepted_tokens
+            made, tau = code.get("made", 0), stats.tau
             usual = [step["end"] for step in steps if not step["made"]]
             refused = code.get("refused", [])
         else:

@@ -58,7 +58,7 @@ def main(model: str, skip: Path, prompts: Path, output: Path, limit: int) -> Non
     result = run(loaded, tokenizer, chosen, lineup, max_new_tokens=new_tokens)
     output.mkdir(parents=True, exist_ok=True)
     write_results(output / "results.json", result, environment_of(loaded, model, prompts))
-    for row in result.runs():
+    for row in result.rows:
         if row["task"] == "all":
             print(f"{row['strategy']:30} {row['speedup']:.2f}x  tau {row['tau']:.2f}")
 

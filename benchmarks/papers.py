@@ -140,9 +140,12 @@ TABLES = {
         "Draft & Verify, Tables 3, 4 and 10: when drafting stops",
         (
             _skip("adaptive", draft_exit="adaptive"),
-            *(_skip(f"fixed{k}", draft_exit="fixed", max_draft=k) for k in (2, 4, 6, 8)),
+            *(_skip(f"fixed{k}", draft_exit="fixed", num_draft_tokens=k) for k in (2, 4, 6, 8)),
             *(_skip(f"threshold{t}", threshold=t) for t in (0.2, 0.4, 0.6, 0.8)),
-            *(_skip(f"adaptive-max{k}", draft_exit="adaptive", max_draft=k) for k in (10, 14, 18)),
+            *(
+                _skip(f"adaptive-max{k}", draft_exit="adaptive", num_draft_tokens=k)
+                for k in (10, 14, 18)
+            ),
         ),
     ),
     "ppd-ept": Table(

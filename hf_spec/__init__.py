@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import sys as _sys
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+if _TYPE_CHECKING:
+    from hf_spec.tools.bench.benchmark import benchmark
 
 __version__ = "0.2.0"
 
@@ -29,6 +34,7 @@ if not _waits:
     from hf_spec.decoding.custom import generate
     from hf_spec.decoding.loop import decode as _decode
     from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
+    from hf_spec.decoding.validate import check_arguments as _check_arguments
     from hf_spec.decoding.validate import validate_call as _validate_call
     from hf_spec.drafting.drafter import Drafter
     from hf_spec.drafting.options import AUTO as _AUTO
@@ -60,9 +66,22 @@ if not _waits:
             loaded=_note_source,
             custom=generate,
             default=_AUTO,
+            check_names=_check_arguments,
         )
     )
     _methods()  # registers their adapter types with PEFT
+
+    def __getattr__(name: str) -> _Any:
+        # The one name of a tool, which takes a second to import: when it is first asked for.
+        if name == "benchmark":
+            from hf_spec.tools.bench.benchmark import benchmark
+
+            globals()[name] = benchmark
+            return benchmark
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
 
     def strategies() -> dict[str, str]:
         """Every strategy's name with one line about it."""
@@ -89,6 +108,7 @@ __all__ = [
     "DraftOptions",
     "TokenTree",
     "Tree",
+    "benchmark",
     "generate",
     "last_stats",
     "merge_adapter",

@@ -94,7 +94,7 @@ class TRLCallback(TrainerCallback):
         stats, now = self._new, time.perf_counter()
         if stats.num_steps:
             speed, spent = stats.speed_beside_plain, stats.total_seconds / (now - self._since)
-            logs |= {"rollouts/tau": stats.mean_accepted_tokens, "rollouts/time": spent}
+            logs |= {"rollouts/tau": stats.tau, "rollouts/time": spent}
             logs |= {} if speed is None else {"rollouts/speed": speed}
             self._total.merge(stats)
             self._new, self._since = SpecStats(), now

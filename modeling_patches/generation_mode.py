@@ -40,6 +40,8 @@ class Mode(NamedTuple):
             there: it stands for the mode, which gets all arguments of ``generate``, whereas a
             callable gets neither ``assistant_model``, ``streamer`` nor ``tokenizer``.
         default: value of the first attribute then, where the call names none.
+        check_names: ``check_names(model, value, kwargs)`` before a call with the first attribute
+            set, whose arguments are these; raises an error for one that belongs elsewhere.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Mode(NamedTuple):
     loaded: Callable[[GenerationConfig, str], None]
     custom: Callable[..., Any]
     default: str
+    check_names: Callable[[Any, Any, dict[str, Any]], None]
 
     def option(self, config: Any) -> Any:
         """The option that selects it."""
@@ -131,18 +134,19 @@ def _wrap_generate(mode: Mode) -> None:
     @patch_method(GenerationMixin, "generate")
     def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         own = kwargs.get("custom_generate")
+        if own is not None and getattr(own, "func", own) is mode.custom:
+            own, kwargs = None, {**getattr(own, "keywords", {}), **kwargs, "custom_generate": None}
+            if mode.option_of_call(self, args, kwargs) is None:
+                kwargs[switch] = mode.default
+        value = mode.option_of_call(self, args, kwargs)
+        if value is not None:
+            mode.check_names(self, value, kwargs)
         if own is None:
             token = _turned_off.set(switch in kwargs and kwargs[switch] is None)
             try:
                 return original(self, *args, **kwargs)
             finally:
                 _turned_off.reset(token)
-        if getattr(own, "func", own) is mode.custom:
-            kwargs = {**getattr(own, "keywords", {}), **kwargs, "custom_generate": None}
-            if mode.option_of_call(self, args, kwargs) is None:
-                kwargs[switch] = mode.default
-            return original(self, *args, **kwargs)
-        value = mode.option_of_call(self, args, kwargs)
         if callable(own):
             name = getattr(own, "__name__", type(own).__name__)
             door = f"{mode.custom.__module__.partition('.')[0]}.{mode.custom.__name__}"

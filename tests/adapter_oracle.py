@@ -18,11 +18,18 @@ from hf_spec.adapters.layer import CONTAINER
 from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.tools.training.anchors import AnswerDataset, collate
 
+#: Fields of adapters of the papers' own kind: without a Markov head, for all tokens.
+PAPERS = {"markov_rank": 0, "draft_vocab_size": 0}
 #: Fields of a Llama's config.
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
+
+
+def as_in_papers(kind: Any) -> dict[str, int]:
+    """Those of :data:`PAPERS` that a class of configs has."""
+    return {name: value for name, value in PAPERS.items() if hasattr(kind, name)}
 
 
 def make_base(path: Path, seed: int = 0) -> str:

@@ -408,7 +408,7 @@ def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
 STRATEGIES: dict[str, dict[str, Any]] = {
     "prompt_lookup": drafting("prompt_lookup"),
     "layer_skip": drafting(
-        "layer_skip", skip_attention=[1], skip_mlp=[], draft_exit="fixed", max_draft=3
+        "layer_skip", skip_attention=[1], skip_mlp=[], draft_exit="fixed", num_draft_tokens=3
     ),
 }
 

@@ -51,11 +51,11 @@ DFLASH_2 = {
     "markov_rank": 4, "markov_head": "selector", "selector_top_k": 9, "conv_kernel_size": 2,
     "conv_group_size": 4,
 }  # fmt: skip
-DOMINO = {"markov_rank": 4, "markov_head": "domino", "markov_width": 6}
+DOMINO = {"draft_vocab_size": 0, "markov_rank": 4, "markov_head": "domino", "markov_width": 6}
 DSPINE = {"markov_rank": 8, "markov_head": "dspine", "markov_width": 6, "selector_top_k": 9}
 XPRESS = {"markov_rank": 4, "markov_head": "xpress", "markov_width": 6, "block_size": 4}
 FIRST_LAYER = {"skip_attention": [0], "skip_mlp": [], "draft_exit": "fixed"}
-MERGED = {"skip_attention": [1], "skip_mlp": [], "max_draft": 3, "lookup": True}
+MERGED = {"skip_attention": [1], "skip_mlp": [], "num_draft_tokens": 3, "lookup": True}
 
 VARIANTS: dict[str, Variants] = {
     "bita": Variants(
@@ -166,7 +166,7 @@ VARIANTS: dict[str, Variants] = {
             "first_layer": FIRST_LAYER,
             "adaptive": {
                 "skip_attention": [1], "skip_mlp": [2], "draft_exit": "adaptive", "threshold": 0.2,
-                "max_draft": 4,
+                "num_draft_tokens": 4,
             },
             "merged": MERGED,
         },

@@ -51,7 +51,7 @@ RUNS: dict[tuple[str, str], dict[str, Any]] = {
     for variant, options in {**run.options, **run.sampled}.items()
 } | {
     ("layer_skip", "whole"): {
-        "skip_attention": [], "skip_mlp": [], "draft_exit": "fixed", "max_draft": 4,
+        "skip_attention": [], "skip_mlp": [], "draft_exit": "fixed", "num_draft_tokens": 4,
     },
 }  # fmt: skip
 PROCESSORS: tuple[dict[str, Any], ...] = (

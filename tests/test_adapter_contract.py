@@ -31,6 +31,7 @@ from hf_spec.adapters import loading
 from hf_spec.adapters.active import find_active
 from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
 from hf_spec.adapters.predicting import PredictingConfig
+from hf_spec.adapters.tuner import random_anchors
 from hf_spec.drafting.forward_drafter import ForwardDrafter
 from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches.cache_name import CACHE
@@ -291,6 +292,51 @@ def test_gradients_reach_the_adapter_alone(
     for key, parameter in model.named_parameters():
         moved = parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
         assert moved == parameter.requires_grad == (id(parameter) in learned), key
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].objective])
+def test_labels_without_anchors_train(fresh: Tiny, name: str) -> None:
+    """The loss is that of anchors before two labels; in evaluation it is the base's."""
+    ids, mask = prompt(12, 2), torch.ones(2, 12, dtype=torch.long)
+    labels = ids.clone()
+    labels[:, :4] = labels[1, 9:] = -100
+    mask[1, 9:] = 0
+    plain: dict[str, Any] = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    # All such places, and the last column where there are fewer.
+    anchors = torch.tensor([[3, 4, 5, 6, 7, 8, 9], [3, 4, 5, 6, 11, 11, 11]])
+    model = get_peft_model(fresh("llama"), config_of(name, first_kind(name))).train()
+    randomise(model, config_of(name).type_name)
+    torch.manual_seed(0)
+    torch.rand(labels.shape)  # what draws the anchors
+    expected = model(**plain, anchors=anchors)["loss"]
+    torch.manual_seed(0)
+    found = model(**plain, use_cache=False, num_items_in_batch=3)["loss"]
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    with pytest.raises(ValueError, match="position_ids among the inputs of a training step"):
+        model(**plain, position_ids=mask.cumsum(-1))
+    with torch.no_grad():
+        assert model(**plain).logits.shape[:2] == model.eval()(**plain).logits.shape[:2] == (2, 12)
+
+
+def test_labels_are_for_another_adapter_that_is_trained(fresh: Tiny) -> None:
+    model = fresh("llama")
+    model.add_adapter(config_of("medusa"), "drafts")
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"])).train()
+    ids = prompt(12, 2)
+    assert wrapped(input_ids=ids, labels=ids).logits.shape[:2] == (2, 12)
+
+
+@pytest.mark.parametrize("count", [1, 3, 50])
+def test_anchors_are_drawn_before_two_labels(count: int) -> None:
+    labels = torch.tensor([[-100, 1, 2, 3, 4, -100, 5], [-100, -100, 1, 2, -100, -100, 3]])
+    fit = [{0, 1, 2}, {1}]
+    for seed in range(20):
+        torch.manual_seed(seed)
+        drawn = random_anchors(labels, count)
+        for row, places in zip(drawn.tolist(), fit):
+            assert row == sorted(row) and {*row} - {6} <= places
+            assert len({*row} - {6}) == min(count, len(places))
 
 
 @pytest.mark.parametrize("training", [name for name in TRAININGS if name != "full"])

@@ -165,7 +165,7 @@ def test_what_is_found_out_while_loading_ends_in_one_line(
     checkpoint, prompts, tmp_path, capsys, more, message
 ):
     adapter = tmp_path / "adapter"
-    hf_spec.SpecConfig(assistant_strategy="layer_skip").save_pretrained(adapter)
+    hf_spec.LayerSkipConfig(skip_attention=[1]).save_pretrained(adapter)
     more = [word.format(prompts=prompts, adapter=adapter) for word in more]
     assert bench(checkpoint, prompts, tmp_path / "out", *more) == 2
     error = capsys.readouterr().err

@@ -37,7 +37,7 @@ ALWAYS = [
     ("rembert", "eagle3"), ("longcat_flash", "dflash"),
 ]  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
-    "layer_skip": {"skip_attention": [1], "skip_mlp": [2], "draft_exit": "fixed", "max_draft": 3},
+    "layer_skip": {"skip_attention": [1], "skip_mlp": [2], "num_draft_tokens": 3},
     "propd": {"prune_top_k": 20, "prune": True},
 }
 NEW = 16

@@ -73,6 +73,26 @@ for command in app.registered_commands:
     assert "typer" in loaded and not loaded & {"torch", "transformers", "peft", "numpy"}
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "card {}",
+        "push {} org/name",
+        "export {} --format sglang -o o",
+        "bench --model m --adapter {}",
+        "doctor --model m --adapter {}",
+    ],
+)
+def test_what_a_json_file_refuses_loads_nothing(tmp_path: Path, words: str) -> None:
+    program = f"""
+sys.argv[0] = "hf-spec"
+from hf_spec.tools.cli import main
+assert main({words.format(tmp_path).split()!r}) == 2
+"""
+    loaded = imported_by(program, new_interpreter)
+    assert "typer" in loaded and not loaded & {"torch", "transformers", "peft"}
+
+
 def test_public_names() -> None:
     for name in hf_spec.__all__:
         assert getattr(hf_spec, name) is not None

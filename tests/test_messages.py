@@ -17,6 +17,9 @@ GIVEN = {
     "search": "--model /nowhere --prompts a.jsonl --output out --dtype float32 --device cpu",
     "import": "--model /nowhere --output out",
     "doctor": "--model /nowhere",
+    "card": "",
+    "push": "",
+    "export": "--output out",
 }
 #: Words of a command, those of ``train`` and ``import`` with their argument, and what it says.
 MESSAGES = [
@@ -31,6 +34,8 @@ MESSAGES = [
     ("import a.jsonl --type medusas", "type='medusas' (did you mean 'medusa'"),
     # options
     ("bench --frobnicate", "No such option: --frobnicate"),
+    ("bench --modle m", "No such option: --modle (did you mean '--model'?)"),
+    ("train bita --lr 0.1", "has no option '--lr' (did you mean '--learning-rate'?)"),
     ("bench --dtype bfloat", "--dtype='bfloat' (did you mean 'bfloat16'?): choose one of"),
     ("bench --dtype int3", "--dtype='int3': choose one of native, auto, bfloat16"),
     ("search --dtype int3", "--dtype='int3'"),
@@ -63,6 +68,11 @@ MESSAGES = [
     ("bench --strategy-kwargs 'prompt_lookup={\"color\": 1}'", "color"),
     ("distill --strategy-kwargs '{\"color\": 1}'", "has no option 'color'"),
     ("distill --strategy-kwargs '{\"acceptance\": \"typical\"}'", "changes the answers"),
+    ("bench --strategy-kwargs '{\"color\": 1}'", "has no option 'color'"),
+    ("bench --strategy plain,auto --strategy-kwargs {}", "must be NAME=JSON with a NAME"),
+    ("distill --strategies layer_skip --strategy-kwargs 'layer_skip={\"a\": 1}'", "no option 'a'"),
+    ("distill --strategy-kwargs 'medusa={}'", "takes part: prompt_lookup"),
+    ("train bita --strategy-kwargs 'bita={\"top\": 1}'", "no option 'top'"),
     ("distill --strategy none --strategy-kwargs {}", "--strategy-kwargs needs the name of"),
     ("train bita --strategy-kwargs {", "--strategy-kwargs: not JSON"),
     ("train bita --strategy-kwargs '{\"top\": 1}'", "no option 'top'"),
@@ -77,7 +87,12 @@ MESSAGES = [
     ("distill --adapter skip --strategy none", "--adapter needs the name of a strategy"),
     ("distill --adapter tuned", "changes the answers, which are to be the model's own"),
     ("distill --strategy medusa", "strategy 'medusa' needs a trained adapter: give --adapter"),
-    ("train bita --adapter /none", "Can't find 'adapter_config.json' at '/none'"),
+    ("train bita --adapter /none", "cannot read adapter '/none': there is no such folder"),
+    ("train bita --adapter .", "cannot read adapter '.': the folder has no adapter_config.json"),
+    ("bench --adapter broken", "adapter_config.json' must hold a JSON object"),
+    ("card /none", "cannot read adapter '/none': there is no such folder"),
+    ("push . org/name", "cannot read adapter '.': the folder has no adapter_config.json"),
+    ("export skip --format sglang", "adapters of 'layer_skip' cannot be exported to other"),
     ("train space --adapter broken", "cannot read adapter 'broken': "),
     ("bench --adapter broken", "cannot read adapter 'broken': "),
     # files
@@ -116,7 +131,7 @@ def test_bad_input_ends_in_one_line(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(made)
     command, *more = shlex.split(words)
-    first = 1 if command in ("train", "import") else 0
+    first = {"train": 1, "import": 1, "card": 1, "push": 2, "export": 1}.get(command, 0)
     given = shlex.split(GIVEN[command])
     assert cli.main([command, *more[:first], *given, *more[first:]]) == 2
     error = capsys.readouterr().err

@@ -13,7 +13,7 @@ from typing import Any
 import forks
 import pytest
 import torch
-from adapter_oracle import lent
+from adapter_oracle import as_in_papers, lent
 from conftest import (
     ARCHITECTURES,
     CLOSE,
@@ -77,7 +77,9 @@ def adapted(model: PreTrainedModel, name: str, variant: str) -> Any:
     if not method.needs_adapter:
         yield model
         return
-    with lent(model, method.adapter_config(**(fields or {})), random=fields is not None):
+    kind: Any = method.adapter_config
+    fields_of = {**as_in_papers(kind), **(fields or {})}
+    with lent(model, kind(**fields_of), random=fields is not None):
         yield model
 
 

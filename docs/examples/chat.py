@@ -69,7 +69,7 @@ def chat(model_name: str, adapter: str | None = None, max_new_tokens: int = 300)
             raise gradio.Error("generate() failed: the terminal says why")
         stats = found["out"].spec_stats
         speed = stats.num_generated_tokens / stats.total_seconds
-        tau = stats.mean_accepted_tokens
+        tau = stats.tau
         yield (
             f"{colored(pieces(tok, streamer.steps))}\n\n"
             f"{speed:.1f} tokens per second, {tau:.2f} per forward pass (tau)"

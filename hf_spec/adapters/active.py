@@ -66,9 +66,26 @@ def require_active(
         name = min(layer.adapters)
         wanted = _to_set(model, layer, name)
         remedy = f"activate {name!r} with enable_adapters() or set_adapter({wanted!r})"
+    else:
+        others = active_types(model)
+        if others:
+            strategies = " or ".join(repr(one) for one in others.values())
+            remedy = f"{', '.join(others)} is active: name {strategies}, or 'auto'; or {remedy}"
     raise ValueError(
         f"assistant_strategy={strategy!r} needs an active adapter of type {peft_type}: {remedy}."
     )
+
+
+def active_types(model: nn.Module) -> dict[str, str]:
+    """The types of the active adapters of hf_spec, and the strategies that draft with them."""
+    found = {}
+    for layer in layers_of(unwrapped(model)):
+        active = [] if layer.disable_adapters else layer.active_adapters
+        for name in (name for name in active if name in layer.adapters):
+            config = layer.adapters[name].config
+            if config.strategy is not None:
+                found[config.type_name] = config.strategy
+    return found
 
 
 def _to_set(model: nn.Module, layer: Any, name: str) -> str | list[str]:

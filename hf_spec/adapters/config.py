@@ -73,12 +73,14 @@ class SpecPeftConfig(PeftConfig):
         written_by = given.get("peft_version") or peft.__version__
         newer = Version(str(written_by)) > Version(peft.__version__)
         if unknown and version == FORMAT_VERSION and not newer:
-            raise ValueError(
-                f"{cls.__name__} has no field {unknown[0]!r}{nearest(unknown[0], known)}. If an "
-                "adapter_config.json has it, another version of hf_spec wrote that, and weights "
-                f"may need what the field says. If it was a newer one, install that: {INSTALL}. If "
-                "it was an older one, train the adapter again."
-            )
+            message = f"{cls.__name__} has no field {unknown[0]!r}{nearest(unknown[0], known)}."
+            if "peft_type" in given:  # from a file
+                message += (
+                    " Another version of hf_spec wrote this adapter_config.json, and weights may "
+                    f"need what the field says. If it was a newer one, install that: {INSTALL}. If "
+                    "it was an older one, train the adapter again."
+                )
+            raise ValueError(message)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

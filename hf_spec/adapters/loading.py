@@ -77,6 +77,13 @@ def load_directly(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     given = bound.arguments
     origin, name = _asked(given), given["adapter_name"] or "default"
     config: Any = _ours(origin, given["peft_config"])
+    taken = name in getattr(self, "peft_config", {}) and given["hotswap"] is not True
+    if config is not None and taken:
+        raise ValueError(
+            f"the model already has an adapter named {name!r}: give this one another name, such as "
+            f"adapter_name={type(config).type_name.lower()!r}, or drop that one first, "
+            f"model.delete_adapter({name!r})."
+        )
     if config is None or name in getattr(self, "peft_config", {}) or given["hotswap"] is True:
         return original(self, *args, **kwargs)
     weights = given["adapter_state_dict"]

@@ -13,8 +13,6 @@ from hf_spec.core.limits import MAX_RANK, MAX_SHAPE, MAX_SIZE
 from hf_spec.modeling_patches.support import kv_shape
 from hf_spec.modeling_patches.weights import input_features, output_features, placement
 
-#: Fields that ``hf-spec train`` sets by default.
-TRAINED = {"markov_rank": 128}
 #: Parameter names of the Markov head: matrices from embeddings, to states and from states.
 MARKOV_HEAD = "markov_embedding", "markov_output", "markov_state"
 #: Parameter name of the predicted tokens, if these are not all tokens.
@@ -43,10 +41,10 @@ class ObjectiveConfig(SpecPeftConfig):
 class VocabularyConfig(SpecPeftConfig):
     """Config of an adapter that may have a draft vocabulary of its own."""
 
-    draft_vocab_size: int = setting(
-        0,
+    draft_vocab_size: int | None = setting(
+        None,
         "Number of tokens that can be drafted, the commonest of the training answers; 0: all, as "
-        "in the paper. Default of hf-spec train: a quarter of the vocabulary.",
+        "in the paper. Default: a quarter of the vocabulary.",
         count(0, MAX_SIZE),
     )
 
@@ -55,12 +53,11 @@ class VocabularyConfig(SpecPeftConfig):
         """Whether it can predict some tokens only."""
         return True
 
-    def set_vocabulary(self, model: nn.Module) -> None:
-        """Set the vocabulary size that ``hf-spec train`` uses by default."""
-        self.draft_vocab_size = vocab_size(model) // 4 if self.reads_head else 0
-
     def check_base(self, model: nn.Module) -> None:
         super().check_base(model)
+        if self.draft_vocab_size is None:  # trained adapters say what they have
+            part = self.reads_head and not self.inference_mode
+            self.draft_vocab_size = vocab_size(model) // 4 if part else 0
         if self.draft_vocab_size and not self.reads_head:
             raise ValueError(
                 f"draft_vocab_size={self.draft_vocab_size}: this adapter predicts tokens by a "
@@ -89,7 +86,7 @@ class PredictingConfig(VocabularyConfig):
     """Config of an adapter that may have a Markov head and a vocabulary of its own."""
 
     markov_rank: int = setting(
-        0,
+        128,
         "Rank of the Markov head, which conditions predictions on the root and on the token "
         "before; 0: none, as in the paper.",
         count(0, MAX_RANK),

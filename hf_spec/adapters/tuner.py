@@ -38,6 +38,7 @@ from hf_spec.adapters.layer import (
 )
 from hf_spec.adapters.loading import unchanged_on_error
 from hf_spec.adapters.module import Adapter
+from hf_spec.model.sequences import IGNORED
 from hf_spec.modeling_patches.modules import unwrapped
 from hf_spec.modeling_patches.weights import placement
 
@@ -78,6 +79,21 @@ class TrainingOutput(ModelOutput):
 Objective = Callable[[Any, Adapter, TrainingBatch], dict[str, torch.Tensor]]
 
 
+def random_anchors(labels: torch.Tensor, count: int) -> torch.Tensor:
+    """At most ``count`` anchors of each sequence, ``(batch, anchors)``: columns before two labels
+    at least. The last column, after which there is nothing to predict, is for those that miss.
+
+    Args:
+        labels: ``(batch, seq)``, as in :class:`TrainingBatch`.
+    """
+    real = labels != IGNORED
+    fits = torch.nn.functional.pad(real[:, 1:-1] & real[:, 2:], (0, 2))
+    scores = torch.rand(labels.shape, device=labels.device).masked_fill(~fits, -1.0)
+    best = scores.topk(min(count, labels.shape[1]))
+    columns = best.indices.masked_fill(best.values < 0, labels.shape[1] - 1)
+    return columns.sort().values
+
+
 class SpecTuner(BaseTuner):
     """Attaches a `SpecAdapterLayer` to a base model; `register_type` derives one class per type."""
 
@@ -85,6 +101,7 @@ class SpecTuner(BaseTuner):
     type_name: ClassVar[str]
     adapter_class: ClassVar[type[Adapter]]
     objective: ClassVar[Objective | None] = None
+    num_anchors: ClassVar[int] = 64
     target_module_mapping: ClassVar[dict[str, list[str]]] = {}
 
     def __init__(
@@ -130,10 +147,14 @@ class SpecTuner(BaseTuner):
         """The base model's forward; with ``anchors`` among the inputs, the training loss.
 
         The loss is thus part of `PeftModel.forward`, as wrappers for several devices (accelerate,
-        DDP, FSDP) require.
+        DDP, FSDP) require. In training mode ``labels`` are enough if this adapter is all that is
+        trained: anchors are then drawn at random.
         """
-        if "anchors" not in kwargs:
-            return super().forward(*args, **kwargs)
+        if kwargs.get("anchors") is None:
+            if kwargs.get("labels") is None or not self._is_all_that_is_trained():
+                kwargs.pop("anchors", None)
+                return super().forward(*args, **kwargs)
+            kwargs["anchors"] = random_anchors(kwargs["labels"], self.num_anchors)
         name, objective = self.type_name, type(self).objective
         if objective is None:
             raise ValueError(f"adapters of type {name} are not trained with `anchors`.")
@@ -148,9 +169,24 @@ class SpecTuner(BaseTuner):
         # PeftModel passes on every argument of a forward, most of them None.
         given = {key: value for key, value in kwargs.items() if value is not None}
         # Trainer's number of tokens is not needed: the losses are means over sequences.
-        given.pop("num_items_in_batch", None)
+        for unused in ("num_items_in_batch", "use_cache", "return_dict"):
+            given.pop(unused, None)
+        for unknown in given.keys() - {*TrainingBatch._fields}:
+            raise ValueError(
+                f"{unknown} among the inputs of a training step of a {name} adapter, which takes "
+                f"{', '.join(TrainingBatch._fields)}. Leave it out; sequences are not packed."
+            )
         batch = TrainingBatch(*args, **given)
         return TrainingOutput(**objective(self.model, adapter, batch))
+
+    def _is_all_that_is_trained(self) -> bool:
+        """Whether a training step is under way in which only the active adapter learns."""
+        if not self.training or not torch.is_grad_enabled() or type(self).objective is None:
+            return False
+        adapter = find_active(self.model, self.type_name)
+        own = set() if adapter is None else {id(one) for one in adapter.parameters()}
+        learn = [id(one) for one in self.model.parameters() if one.requires_grad]
+        return bool(learn) and own.issuperset(learn)
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("adapters of hf_spec replace no modules")
@@ -249,6 +285,7 @@ def register_type(
     config_class: type[SpecPeftConfig],
     adapter_class: type[Adapter],
     objective: Objective | None = None,
+    num_anchors: int = 64,
 ) -> None:
     """Make `config_class.type_name` a PEFT type; registering the same classes again does nothing.
 
@@ -256,7 +293,8 @@ def register_type(
         config_class: class of the config.
         adapter_class: class of the module with the parameters.
         objective: the training loss, which `PeftModel.forward` returns for batches with
-            ``anchors``.
+            ``anchors``, or in training with ``labels``.
+        num_anchors: most anchors per sequence where the batch has none.
 
     Raises:
         ValueError: the name is not in capitals, is taken, or breaks PEFT's mapping of keys.
@@ -283,6 +321,7 @@ def register_type(
             "prefix": prefix,
             "adapter_class": adapter_class,
             "objective": None if objective is None else staticmethod(objective),
+            "num_anchors": num_anchors,
             "__module__": __name__,
         },
     )

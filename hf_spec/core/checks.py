@@ -1,6 +1,7 @@
 """Checks of user input (ranges, counts, choices) and short texts of errors."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -14,6 +15,10 @@ Rule = Callable[[str, Any], None]
 #: The command that installs hf_spec: the one place where it stands, for errors, cards and guides.
 #: On the package index it will be ``pip install hf_spec``.
 INSTALL = "pip install .  # in a clone of hf_spec"
+
+
+#: As pays or fits.
+AUTO = "auto"
 
 
 def install_extra(extra: str) -> str:
@@ -95,6 +100,16 @@ def explained(what: str, *kinds: type[Exception]) -> Iterator[None]:
 def count(low: int = 1, high: int | None = None) -> Rule:
     """The rule of :func:`check_count`."""
     return partial(check_count, low=low, high=high)
+
+
+def count_or_auto(high: int, auto: str) -> Rule:
+    """The rule of :func:`check_count`, and ``auto`` with what it means."""
+
+    def check(name: str, value: Any) -> None:
+        if value != AUTO:
+            check_count(name, value, high=high, why=f"Or give {AUTO!r}: {auto}.")
+
+    return check
 
 
 def number(low: float, high: float, open_low: bool = False) -> Rule:
@@ -179,9 +194,16 @@ def first_line(error: BaseException) -> str:
 
 def nearest(given: Any, known: Iterable[Any]) -> str:
     """For errors, behind what was given: the known word that is most like it, if one is."""
-    words = map(str, known if isinstance(given, str) else ())
-    found = get_close_matches(str(given), [*words], 1)
+    words = [*map(str, known if isinstance(given, str) else ())]
+    letters = str(given).strip("-")
+    found = [word for word in words if len(letters) > 1 and _initials(word) == letters]
+    found = found[:1] or get_close_matches(str(given), words, 1)
     return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def _initials(word: str) -> str:
+    """``lr`` of ``--learning-rate``."""
+    return "".join(part[0] for part in re.split("[-_]+", word) if part)
 
 
 def check_same_settings(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

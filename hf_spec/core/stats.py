@@ -6,11 +6,13 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from torch.autograd import _profiler_enabled
+from torch.profiler import record_function
 
 #: Phases of a step that are timed.
 PHASES = ("draft", "forward", "verify")
@@ -37,7 +39,7 @@ class SpecStats:
         num_drafted_tokens: draft tokens proposed for all sequences.
         num_pruned_tokens: of these, draft tokens that early pruning dropped.
         num_draft_forwards: extra forward passes made while drafting.
-        num_fallback_steps: plain steps taken because speculation did not pay, or to time one.
+        num_plain_steps: plain steps taken because speculation did not pay, or to time one.
         accepted_histogram: ``{k: n}``: n steps of one sequence emitted k tokens.
         offered: per depth (from 1), steps of one sequence whose draft reached it.
         accepted: per depth, steps of one sequence that accepted a draft token there.
@@ -55,7 +57,7 @@ class SpecStats:
     num_drafted_tokens: int = 0
     num_pruned_tokens: int = 0
     num_draft_forwards: int = 0
-    num_fallback_steps: int = 0
+    num_plain_steps: int = 0
     accepted_histogram: Counter[int] = field(default_factory=Counter)
     offered: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
@@ -72,6 +74,11 @@ class SpecStats:
         return self.num_generated_tokens / self.num_row_steps if self.num_row_steps else 0.0
 
     @property
+    def tau(self) -> float:
+        """:attr:`mean_accepted_tokens`, by its symbol in papers."""
+        return self.mean_accepted_tokens
+
+    @property
     def acceptance_per_position(self) -> list[float]:
         """Share of the drafts reaching depth i (from 1) whose draft token there was accepted."""
         return [self.accepted.get(i, 0) / self.offered[i] for i in sorted(self.offered)]
@@ -85,7 +92,7 @@ class SpecStats:
         """The main figures in one line."""
         return (
             f"SpecStats(tokens={self.num_generated_tokens}, steps={self.num_steps}, "
-            f"tau={self.mean_accepted_tokens:.2f}, seconds={self.total_seconds:.3g})"
+            f"tau={self.tau:.2f}, seconds={self.total_seconds:.3g})"
         )
 
     @property
@@ -101,7 +108,7 @@ class SpecStats:
         total, tokens = self.total_seconds, self.num_generated_tokens
         lines = [
             f"{name}{tokens} tokens in {self.num_steps} steps, "
-            f"tau {self.mean_accepted_tokens:.2f} (tokens per step and sequence)"
+            f"tau {self.tau:.2f} (tokens per step and sequence)"
         ]
         if total:
             beside = self.speed_beside_plain
@@ -109,9 +116,9 @@ class SpecStats:
             lines.append(f"{tokens / total:.1f} tokens per second{estimate}, {total:.3g} s")
             parts = ((name, getattr(self, f"{name}_seconds")) for name in (*PHASES, "other"))
             lines.append("time: " + ", ".join(f"{one} {part / total:.0%}" for one, part in parts))
-        if self.num_drafted_tokens or self.num_fallback_steps:
+        if self.num_drafted_tokens or self.num_plain_steps:
             lines.append(
-                f"{self.num_drafted_tokens} draft tokens; {self.num_fallback_steps} plain steps"
+                f"{self.num_drafted_tokens} draft tokens; {self.num_plain_steps} plain steps"
             )
         code = self.details.get("compiled")
         if code:
@@ -168,7 +175,7 @@ class SpecStats:
     def to_dict(self) -> dict[str, Any]:
         """All statistics as JSON types, including derived ones."""
         data = copy.deepcopy(vars(self))
-        data["mean_accepted_tokens"] = self.mean_accepted_tokens
+        data["tau"] = data["mean_accepted_tokens"] = self.tau
         data["acceptance_per_position"] = self.acceptance_per_position
         for name in ("accepted_histogram", "offered", "accepted"):
             data[name] = {str(key): value for key, value in sorted(data[name].items())}
@@ -208,7 +215,15 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block's time as ``name`` (draft, forward or verify)."""
+        """Count the block's time as ``name`` (draft, forward or verify). In a profiler's trace it
+        is ``hf_spec.<name>``."""
+        # A label takes a few microseconds also where no profiler runs.
+        label = record_function(f"hf_spec.{name}") if _profiler_enabled() else nullcontext()
+        with label, self._timed(name):
+            yield
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
             begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))

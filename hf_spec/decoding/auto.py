@@ -16,7 +16,7 @@ from hf_spec.adapters.repo_files import GENERATION
 from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
 from hf_spec.decoding.config import AUTO, StoredOptions
-from hf_spec.methods.registry import methods
+from hf_spec.methods.registry import get_method, methods
 from hf_spec.modeling_patches.modules import unwrapped
 
 #: What works with every model, and needs nothing.
@@ -42,8 +42,8 @@ class Choice:
 
 def choose(model: Any, assistant: Any = None, place: str | None = None) -> Choice:
     """The strategy for a model as it is: with the call's assistant if there is one, else with the
-    adapter that the call names, else with what the checkpoint brings along, else with the active
-    adapter, else by prompt lookup.
+    adapter that the call names, else with the active adapter, else with what the checkpoint brings
+    along, else by prompt lookup.
 
     Raises:
         ValueError: adapters of several strategies are active, or the named one cannot be used.
@@ -55,26 +55,22 @@ def choose(model: Any, assistant: Any = None, place: str | None = None) -> Choic
         named = load_unattached(unwrapped(model), place)
         name = named.config.strategy
         return Choice(name, "the call names its adapter", _stored(named, name))
-    passed: dict[str, str] = {}
-    active: dict[str, Adapter] = {}
-    for name, method in sorted(methods().items(), key=lambda item: item[1].included is None):
-        own = method.active_adapter(model)
-        if own is not None:
-            active[name] = own
-            if method.included is not None:
-                break
-        elif method.included is not None:
-            obstacle = _obstacle(model, name, method.included)
-            if obstacle is None:
-                return Choice(name, "the model's own checkpoint has layers for it", passed=passed)
-            passed[name] = obstacle
+    found = {name: method.active_adapter(model) for name, method in methods().items()}
+    active = {name: own for name, own in found.items() if own is not None}
     if len(active) > 1:
         raise ValueError(
             f"assistant_strategy={AUTO!r}: adapters of {', '.join(active)} are active. Name one "
             "of these strategies, or activate one adapter with model.set_adapter(...)."
         )
     for name, own in active.items():
-        return Choice(name, f"its adapter {own.name!r} is active", _stored(own, name), passed)
+        return Choice(name, f"its adapter {own.name!r} is active", _stored(own, name))
+    passed: dict[str, str] = {}
+    for name, method in methods().items():
+        if method.included is not None:
+            obstacle = _obstacle(model, name, method.included)
+            if obstacle is None:
+                return Choice(name, "the model's own checkpoint has layers for it", passed=passed)
+            passed[name] = obstacle
     return Choice(LOOKUPS, "it needs no adapter, and none is active", passed=passed)
 
 
@@ -88,6 +84,7 @@ def resolve_auto(model: Any, config: GenerationConfig, assistant: Any = None) ->
     choice = choose(model, assistant, place)
     config.assistant_strategy = choice.strategy
     if isinstance(given, dict) and choice.options:
+        given = get_method(choice.strategy).today(given)
         config.assistant_kwargs = StoredOptions(choice.options | given, choice.options.source)
 
 
@@ -111,5 +108,6 @@ def _stored(adapter: Adapter, strategy: str) -> StoredOptions:
         path = None if origin is None else origin.file(GENERATION)
         data = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
         if origin is not None and data.get("assistant_strategy") == strategy:
-            return StoredOptions(data.get("assistant_kwargs") or {}, origin.place)
+            options = get_method(strategy).today(data.get("assistant_kwargs") or {})
+            return StoredOptions(options, origin.place)
     return StoredOptions()

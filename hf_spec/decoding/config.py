@@ -11,10 +11,11 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from hf_spec.adapters.repo_files import GENERATION
 from hf_spec.core.checks import check_names, first_line
 from hf_spec.drafting.options import AUTO, DraftOptions
 from hf_spec.files import is_path
-from hf_spec.methods.registry import get_method
+from hf_spec.methods.registry import get_method, methods
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +49,14 @@ def _warn_of_lossy(source: str, acceptance: str) -> None:
 
 
 def _check_options_of_all(kwargs: dict[str, Any]) -> None:
-    """Check the options of a call whose strategy is chosen later."""
-    known = [item.name for item in dataclasses.fields(DraftOptions)]
+    """Check the options of a call whose strategy is chosen later, as far as all strategies share
+    them; that strategy checks its own."""
+    common = [item.name for item in dataclasses.fields(DraftOptions)]
+    own = {name for one in methods().values() for name in (*one.option_names, *one.former_names)}
     check_names(
-        f"assistant_kwargs: strategy {AUTO!r} (name the one that has it instead)", kwargs, known
+        f"assistant_kwargs: strategy {AUTO!r}", (name for name in kwargs if name not in own), common
     )
-    DraftOptions(**kwargs)
+    DraftOptions(**{name: value for name, value in kwargs.items() if name in common})
 
 
 class SpecConfig(GenerationConfig):
@@ -61,9 +64,9 @@ class SpecConfig(GenerationConfig):
 
     Args:
         assistant_strategy: name of a strategy (``hf_spec.strategies()`` lists them), or ``auto``:
-            the call's assistant model drafts, else the adapter that the call names, else layers of
-            the model's own checkpoint, else the active adapter, with the options stored beside it,
-            else prompt lookup.
+            the call's assistant model drafts, else the adapter that the call names, else the active
+            adapter, each with the options stored beside it, else MTP layers of the model's own
+            checkpoint, else prompt lookup.
         assistant_kwargs: its options.
         **kwargs: everything a ``GenerationConfig`` takes.
 
@@ -103,6 +106,12 @@ class SpecConfig(GenerationConfig):
         if not Path(name).exists() and is_path(name):
             raise FileNotFoundError(
                 f"cannot read a SpecConfig from {name!r}: there is no such folder"
+            )
+        plain = not args and not {"config_file_name", "subfolder"} & kwargs.keys()
+        if plain and Path(name).is_dir() and not (Path(name) / GENERATION).is_file():
+            raise FileNotFoundError(
+                f"cannot read a SpecConfig from {name!r}: the folder has no {GENERATION}, so that "
+                "it is no adapter's"
             )
         try:
             return super().from_pretrained(pretrained_model_name, *args, **kwargs)

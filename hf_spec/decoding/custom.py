@@ -25,10 +25,10 @@ from hf_spec.modeling_patches.cache_name import CACHE
 
 def generate(
     model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
+    input_ids: Tensor | None = None,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: GenerationConfig | None = None,
     assistant_strategy: str | None = None,
     assistant_kwargs: dict[str, Any] | None = None,
     assistant_model: PreTrainedModel | None = None,
@@ -38,12 +38,15 @@ def generate(
 ) -> Tensor | SpecGenerateOutput:
     """Decode with a strategy: ``model.generate(**inputs, custom_generate=hf_spec.generate)``.
 
+    ``hf_spec.generate(model, **inputs)`` is the same call.
+
     All arguments of ``generate`` work, as with ``assistant_strategy`` alone. A decoding method of
     one's own may call it, too: Transformers gives such a method neither ``assistant_model``,
     ``streamer`` nor ``tokenizer``, so that the first two are to be passed on by other ways.
 
     Args:
-        input_ids: ``(batch, seq)``; like the three that follow, as ``generate`` prepares them.
+        input_ids: ``(batch, seq)``; like the three that follow, as ``generate`` prepares them. If
+            one of these three is missing, ``model.generate`` is called, which prepares them.
         assistant_strategy: name of a strategy; None for that of the configuration, else ``auto``.
         assistant_kwargs: its options.
         assistant_model: the model that drafts, for ``draft_model``.
@@ -58,6 +61,16 @@ def generate(
     Raises:
         ValueError: an option does not work with the strategy.
     """
+    if logits_processor is None or stopping_criteria is None or generation_config is None:
+        named = {
+            "input_ids": input_ids, "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria, "generation_config": generation_config,
+            "assistant_strategy": assistant_strategy, "assistant_kwargs": assistant_kwargs,
+            "assistant_model": assistant_model, "streamer": streamer, "synced_gpus": synced_gpus,
+        }  # fmt: skip
+        named = {name: value for name, value in named.items() if value is not None}
+        called: Any = model.generate
+        return called(**named, **model_kwargs, custom_generate=generate)
     config: Any = generation_config
     cache = model_kwargs.get(CACHE)
     config.assistant_strategy = (
@@ -69,6 +82,7 @@ def generate(
         synced_gpus = shared and dist.is_initialized() and dist.get_world_size() > 1
     given = {"assistant_model": assistant_model, "synced_gpus": synced_gpus}
     validate_call(model, config, given)
+    assert input_ids is not None
     if getattr(config, "_static_steps", False) and not getattr(cache, "_is_user_defined", False):
         model_kwargs.pop(CACHE, None)  # the static cache that ``generate`` has made
     if streamer is not None:

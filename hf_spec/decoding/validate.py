@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from transformers import GenerationConfig
@@ -12,7 +14,7 @@ from hf_spec.decoding.auto import resolve_auto
 from hf_spec.decoding.compiling import STATIC, ask_for_compiling
 from hf_spec.decoding.config import warn_if_lossy
 from hf_spec.drafting.options import ACCEPTANCE_RULES
-from hf_spec.methods.registry import Method, get_method
+from hf_spec.methods.registry import Method, get_method, methods
 from hf_spec.modeling_patches.attention_masks import check_attention
 from hf_spec.modeling_patches.support import activated_loras, check_cache_stays, check_model
 
@@ -20,8 +22,8 @@ _ONE_OF_TWO = "Leave one of the two out (assistant_strategy=None)."
 #: Options of other decoding modes, and what to do without them.
 _OTHER_MODES = {
     "prompt_lookup_num_tokens": (
-        "Drop it: assistant_strategy='prompt_lookup', and lookups beside other strategies, choose "
-        "by themselves how many tokens to draft."
+        "Give assistant_strategy='prompt_lookup', with assistant_kwargs={'num_draft_tokens': ...} "
+        "if its policy is not to choose how many tokens to draft."
     ),
     "max_matching_ngram_size": "Give assistant_kwargs={'max_ngram': ...} to prompt_lookup instead.",
     "use_mtp": "Drop it: assistant_strategy='mtp' drafts with the same layers.",
@@ -67,7 +69,7 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     check_model(model)
     check_attention(model)
     check_cache_stays(model)
-    _raise(config, _of_other_modes(model, config))
+    _raise(config, _of_other_modes(model, config, method))
     if method.needs_assistant or assistant is not None:
         method.make_drafter(model, options, assistant)
     _raise(config, _of_the_call(config, mode_kwargs, method))
@@ -75,6 +77,25 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     _raise(config, _of_adapters(model))
     config.use_cache = True  # some models' own default is False
     ask_for_compiling(config)
+
+
+def check_arguments(model: Any, strategy: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise a ValueError if an option of a strategy is an argument of a call of ``generate``, and
+    no argument of ``generate`` or of the model's forward."""
+    for name in _own_names() & arguments.keys():
+        if name not in inspect.signature(model.forward).parameters:
+            raise ValueError(
+                f"{name}={arguments[name]!r} beside assistant_strategy={strategy!r}: it is an "
+                f"option of a strategy. Give assistant_kwargs={{{name!r}: {arguments[name]!r}}}."
+            )
+
+
+@cache
+def _own_names() -> frozenset[str]:
+    """Names of options of strategies that are no options of ``generate``."""
+    known = methods().values()
+    names = {name for method in known for name in (*method.option_names, *method.former_names)}
+    return frozenset(name for name in names if not hasattr(GenerationConfig(), name))
 
 
 def _raise(config: GenerationConfig, refusals: Iterable[Refusal]) -> None:
@@ -86,7 +107,7 @@ def _raise(config: GenerationConfig, refusals: Iterable[Refusal]) -> None:
             )
 
 
-def _of_other_modes(model: Any, config: GenerationConfig) -> Iterator[Refusal]:
+def _of_other_modes(model: Any, config: GenerationConfig, method: Method) -> Iterator[Refusal]:
     for option in ("num_beams", "num_beam_groups"):
         value = getattr(config, option, None) or 1
         yield value > 1, option, value, "beam search keeps several hypotheses per row.", _ONE_OF_TWO
@@ -96,6 +117,8 @@ def _of_other_modes(model: Any, config: GenerationConfig) -> Iterator[Refusal]:
         yield wrong, option, value, "it names another decoding method.", remedy
     defaults, own = GenerationConfig._get_default_generation_params(), model.generation_config
     for option, remedy in _OF_ASSISTED.items():
+        if not method.drafter.drafts:
+            remedy = "Drop it: this strategy drafts nothing."
         value = getattr(config, option, None)
         asked = value not in (None, defaults.get(option), getattr(own, option, None))
         wrong = asked and not config.is_assistant  # with this, the model drafts for another

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_spec.core.checks import count, number, setting
+from hf_spec.core.checks import AUTO, count, count_or_auto, number, setting
 from hf_spec.core.host_tree import Row
 from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_SIZE
 
 #: Factor on a match's weight per token of its n-gram.
 WEIGHT_PER_NGRAM = 4.0
+#: Most draft tokens of a lookup by default.
+MOST_LOOKED_UP = 15
 #: Follows each text of another source, and is no token.
 END = -1
 _COUNT = count(1, MAX_DRAFT_TOKENS)
@@ -187,7 +189,8 @@ class Limits:
         max_ngram, min_ngram: sizes of n-grams looked up, longest first.
         max_matches: occurrences whose continuations are merged (the tree's width).
         max_depth: tokens taken from each continuation.
-        max_nodes: largest number of draft tokens in the tree.
+        num_draft_tokens: most draft tokens in the tree; ``auto``: 15. The policy verifies as many
+            of them as are worth their time.
         min_probability: draft tokens whose estimated probability is lower are left out.
     """
 
@@ -195,5 +198,10 @@ class Limits:
     min_ngram: int = setting(1, rule=_COUNT)
     max_matches: int = setting(8, rule=_COUNT)
     max_depth: int = setting(12, rule=_COUNT)
-    max_nodes: int = setting(15, rule=_COUNT)
+    num_draft_tokens: int | str = setting(AUTO, rule=count_or_auto(MAX_DRAFT_TOKENS, "15"))
     min_probability: float = setting(0.02, rule=number(0.0, 1.0))
+
+    @property
+    def max_nodes(self) -> int:
+        """Most draft tokens in the tree."""
+        return MOST_LOOKED_UP if self.num_draft_tokens == AUTO else int(self.num_draft_tokens)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from hf_spec.core.checks import SHARE, check_count, check_fields, choice, count, setting
+from hf_spec.core.checks import AUTO, SHARE, check_fields, choice, count, count_or_auto, setting
 from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_HISTORY
 from hf_spec.drafting.rollouts import RolloutHistory
 
@@ -18,18 +18,12 @@ ACCEPTANCE_RULES = {"match": True, "rejection": True, "typical": False}
 ADAPTIVE = "adaptive"
 #: Value of the option ``tree``: the likeliest tokens only, if the method has this tree.
 CHAIN = "chain"
-#: As pays or fits.
-AUTO = "auto"
 #: Number of draft tokens of an adaptive tree if it must not depend on time.
 DEFAULT_DRAFT_TOKENS = 8
+#: The rule of ``num_draft_tokens``.
+DRAFT_SIZE = count_or_auto(MAX_DRAFT_TOKENS, "as many as pay")
 #: Options of trees of predictions.
 TREE_OPTIONS = ("tree", "num_draft_tokens", "max_depth")
-
-
-def _number_or_auto(name: str, value: Any) -> None:
-    if value != AUTO:
-        why = f"Or give {AUTO!r}: as many as pay."
-        check_count(name, value, high=MAX_DRAFT_TOKENS, why=why)
 
 
 def _place(name: str, value: Any) -> None:
@@ -55,6 +49,7 @@ class DraftOptions:
         num_draft_tokens: of an adaptive tree. ``auto``: as many as are worth their time in each
             step, by its own probabilities and the time that steps take, 8 with
             ``drafting="always"``; a number takes exactly so many, with probes under all nodes.
+            In ``prompt_lookup`` and ``layer_skip`` it is the most that a step drafts.
         max_depth: future tokens drafted, besides the certain one; None takes as many as the adapter
             predicts.
         lookup: whether to merge the draft tokens of ``prompt_lookup`` into the strategy's tree.
@@ -72,10 +67,14 @@ class DraftOptions:
             ``load_adapter``: PEFT, training and saving do not see it. It is read again when the
             files of its folder have changed; a model keeps the 4 that were named last.
         history: a ``RolloutHistory``: first the earlier answers to the same prompts draft.
+        former_names: (of the class) today's names of options by their former ones, which saved
+            configurations may have.
     """
 
+    former_names: ClassVar[Mapping[str, str]] = {}
+
     tree: str | Sequence[Sequence[int]] = ADAPTIVE
-    num_draft_tokens: int | str = setting(AUTO, rule=_number_or_auto, only={"tree": (ADAPTIVE,)})
+    num_draft_tokens: int | str = setting(AUTO, rule=DRAFT_SIZE, only={"tree": (ADAPTIVE,)})
     max_depth: int | None = setting(None, rule=count())
     lookup: bool | str = setting(AUTO, rule=choice(AUTO, True, False))
     lookup_history: int = setting(0, rule=count(0, MAX_HISTORY), only={"lookup": (AUTO, True)})

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hf_spec.adapters.module import Adapter
+from hf_spec.adapters.predicting import VOCABULARY
 from hf_spec.core.checks import check_count
 from hf_spec.core.token_tree import TokenTree
 from hf_spec.core.tree_states import TreeStates
@@ -39,7 +41,9 @@ def static_tree(
     return tree
 
 
-def check_states(states: TreeStates, where: str, model: Any, distances: int) -> None:
+def check_states(
+    states: TreeStates, where: str, model: Any, adapter: Adapter, distances: int
+) -> None:
     """Raise a ValueError if trees are too deep for the adapter or their ranks too large.
 
     Args:
@@ -51,9 +55,12 @@ def check_states(states: TreeStates, where: str, model: Any, distances: int) -> 
             f"{where} has states up to {states.max_probes} predicted tokens, the adapter drafts "
             f"{distances} tokens. Give another tree."
         )
-    vocab = model.config.get_text_config(decoder=True).vocab_size
-    if states.max_rank >= vocab:
+    drafted = adapter.tensors().get(VOCABULARY)
+    whose, tokens = "adapter predicts", 0 if drafted is None else len(drafted)
+    if drafted is None:
+        whose, tokens = "model has", model.config.get_text_config(decoder=True).vocab_size
+    if states.max_rank >= tokens:
         raise ValueError(
             f"{where} has a draft token of rank {states.max_rank}: ranks count from 0, and the "
-            f"model has {vocab} tokens. Give another tree."
+            f"{whose} {tokens} tokens. Give another tree."
         )

@@ -107,7 +107,7 @@ class TreeDrafter(GrowingDrafter):
             return None
         tree = static_tree(self.options, self.trees, self.distances)
         states = TreeStates.uniform(tree, self.distances, bool(self.per_distance))
-        check_states(states, "tree", self.model, self.distances)
+        check_states(states, "tree", self.model, adapter, self.distances)
         return states
 
     def start(self, state: DecodeState) -> None:

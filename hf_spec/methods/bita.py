@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import TRAINED, PrefixKVConfig
+from hf_spec.adapters.predicting import PrefixKVConfig
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import choice, count, setting
 from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_FUTURE, MAX_PREFIX_KV
@@ -201,6 +201,5 @@ METHOD = Method(
     needs_adapter=True,
     # Section 4.1; its batch of 128 has one anchor per sequence.
     training={"learning_rate": 3e-2, "num_train_epochs": 8},
-    trained=TRAINED,
     num_anchors=32,
 )

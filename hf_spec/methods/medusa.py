@@ -7,7 +7,6 @@ Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple D
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_spec.adapters.predicting import TRAINED
 from hf_spec.drafting.heads import HeadDrafter, HeadsAdapter, HeadsConfig
 from hf_spec.drafting.losses import heads_loss
 from hf_spec.drafting.options import DraftOptions
@@ -42,6 +41,5 @@ METHOD = Method(
     objective=heads_loss,
     needs_adapter=True,
     training={"learning_rate": 3e-3, "num_train_epochs": 8},
-    trained=TRAINED,
     formats="hf_spec.tools.formats.medusa",
 )

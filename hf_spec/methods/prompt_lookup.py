@@ -23,6 +23,8 @@ from hf_spec.modeling_patches.weights import vocabulary
 class PromptLookupOptions(Limits, DraftOptions):
     """Options of ``prompt_lookup``: the limits of lookups."""
 
+    former_names = {"max_nodes": "num_draft_tokens"}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_ngram > self.max_ngram:
@@ -34,7 +36,7 @@ class PromptLookupOptions(Limits, DraftOptions):
 class PromptLookupDrafter(Drafter):
     """Looks the sequence's last tokens up in the sequence itself."""
 
-    unused = ("tree", "num_draft_tokens", "lookup")
+    unused = ("tree", "lookup")
     options: PromptLookupOptions
 
     def start(self, state: DecodeState) -> None:

@@ -12,7 +12,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -42,7 +42,8 @@ class Method:
         adapter_config: config class of its PEFT adapter; None if it has none.
         adapter_module: class of what such an adapter learns.
         objective: its training loss, which ``PeftModel.forward`` returns for batches with
-            ``anchors``: a function of base model, active adapter and ``TrainingBatch``.
+            ``anchors``, and in training for ``labels`` alone: a function of base model, active
+            adapter and ``TrainingBatch``.
         needs_adapter: whether it cannot run without a trained adapter, which is then the third
             argument of ``drafter``, an :class:`Adapter`.
         included: given a model, loads what its own checkpoint has for the method, without which it
@@ -52,7 +53,6 @@ class Method:
             of ``drafter``.
         make: builds the drafter from the same arguments, where ``drafter`` alone does not.
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
-        trained: fields of its adapter's config that ``hf-spec train`` sets by default.
         num_anchors: default number of trained positions per sequence in a training step.
         formats: module of its released formats, see :mod:`hf_spec.tools.formats`; None if there
             are none.
@@ -72,7 +72,6 @@ class Method:
     needs_assistant: bool = False
     make: Callable[..., Drafter] | None = None
     training: dict[str, Any] | None = None
-    trained: Mapping[str, Any] = field(default_factory=dict)
     num_anchors: int = 64
     formats: str | None = None
     wraps: str | None = None
@@ -100,6 +99,22 @@ class Method:
         unused = [*self.drafter.unused, *(["adapter"] if self.adapter_config is None else [])]
         return [name for name in names if name not in unused]
 
+    @property
+    def former_names(self) -> Mapping[str, str]:
+        """Today's names of its options by their former ones."""
+        return self.options.former_names
+
+    def today(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options with today's names in place of former ones; a ValueError if both are given."""
+        former = self.former_names
+        for name in former.keys() & options.keys():
+            if former[name] in options:
+                raise ValueError(
+                    f"assistant_kwargs={dict(options)!r}: {name!r} is the former name of "
+                    f"{former[name]!r} in strategy {self.name!r}. Give the latter alone."
+                )
+        return {former.get(name, name): value for name, value in options.items()}
+
     def parse_options(self, kwargs: dict[str, Any] | DraftOptions | None) -> DraftOptions:
         """Build and validate the options, unless that has been done.
 
@@ -114,7 +129,7 @@ class Method:
                 f"assistant_kwargs is a {type(kwargs).__name__}: give a dict of options of "
                 f"{self.name!r}."
             )
-        kwargs = kwargs or {}
+        kwargs = self.today(kwargs or {})
         check_names(f"assistant_kwargs: strategy {self.name!r}", kwargs, self.option_names)
         options = self.options(**kwargs)
         if options.acceptance == "rejection" and not self.drafter.can_sample:
@@ -171,9 +186,12 @@ def register_method(method: Method) -> None:
     Registering the same method again does nothing.
 
     Raises:
-        ValueError: the name, or the type of its adapter, belongs to another method; or one of
+        ValueError: it is no :class:`Method`; or the name, or the type of its adapter, belongs to
+            another method; or one of
             ``adapter_config`` and ``adapter_module`` is missing.
     """
+    if not isinstance(method, Method):
+        raise ValueError(f"register_method({method!r}): give a hf_spec.Method.")
     known = _registered.get(method.name)
     if known is not None and _path(known.drafter) != _path(method.drafter):  # not a reloaded module
         raise ValueError(
@@ -186,7 +204,9 @@ def register_method(method: Method) -> None:
             "both, or none if it has no adapter."
         )
     if method.adapter_config is not None and method.adapter_module is not None:
-        register_type(method.adapter_config, method.adapter_module, method.objective)
+        register_type(
+            method.adapter_config, method.adapter_module, method.objective, method.num_anchors
+        )
         method.adapter_config.strategy = method.name
     _registered[method.name] = method
 

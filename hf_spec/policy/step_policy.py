@@ -76,7 +76,7 @@ class StepPolicy:
         while the strategy is :attr:`paused`."""
         self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
         plain = self.enabled and self.setting.times_plain() or self.paused and not lookup
-        self.stats.num_fallback_steps += plain
+        self.stats.num_plain_steps += plain
         self._drafts = False
         return not plain
 
@@ -154,7 +154,7 @@ class StepPolicy:
             n = int(setting.retries["probes"].due())
         elif n:
             setting.retries.pop("probes", None)
-        self.stats.num_fallback_steps += not best and most > 0
+        self.stats.num_plain_steps += not best and most > 0
         return Plan(size, n)
 
     # -- after a step ------------------------------------------------------------------------

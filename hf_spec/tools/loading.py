@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_spec.core.checks import explained
-from hf_spec.files import is_path
+from hf_spec.files import is_path, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +141,27 @@ def native_dtype(device: str | None) -> str:
     return "float32"
 
 
+def check_adapter(place: str, folder: bool = False) -> None:
+    """Raise a ValueError if a place is a folder without an adapter, or one that is not there; with
+    ``folder``, a name of a repository is none. Loads no library."""
+    path = Path(place)
+    if not path.is_dir():
+        if folder or is_path(place):
+            raise ValueError(f"cannot read adapter {place!r}: there is no such folder")
+        return  # a repository on the Hub
+    if not (path / CONFIGS[1]).is_file():
+        raise ValueError(f"cannot read adapter {place!r}: the folder has no {CONFIGS[1]}")
+    with explained(f"cannot read adapter {place!r}", OSError, ValueError):
+        if not isinstance(read_json(path / CONFIGS[1]).get("peft_type"), str):
+            raise ValueError(f"its {CONFIGS[1]} names no peft_type")
+
+
 def read_adapters(paths: Iterable[str]) -> list[Adapter]:
     """Read the ``SpecConfig`` beside each adapter's weights; a ValueError if one has none."""
+    paths = list(paths)
+    for path in paths:
+        check_adapter(path)
+
     from peft import PeftConfig
 
     import hf_spec
@@ -150,14 +169,14 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
 
     adapters = []
     for index, path in enumerate(paths):
-        if is_path(path) and not Path(path).is_dir():
-            raise ValueError(f"cannot read adapter {path!r}: there is no such folder")
         with explained(f"cannot read adapter {path!r}", *BROKEN):
             config = hf_spec.SpecConfig.from_pretrained(path)
-            strategy, options = config.assistant_strategy, dict(config.assistant_kwargs or {})
+            strategy = config.assistant_strategy
             if not strategy:
                 raise ValueError("its generation_config.json names no assistant_strategy")
-            changes: Any = getattr(get_method(strategy).adapter_config, "changes_model", False)
+            method = get_method(strategy)
+            options = method.today(config.assistant_kwargs or {})
+            changes: Any = getattr(method.adapter_config, "changes_model", False)
             if not isinstance(changes, bool):  # adapters of this type may do either
                 adapter_config: Any = PeftConfig.from_pretrained(path)
                 changes = adapter_config.changes_model

@@ -189,7 +189,7 @@ CONFIG_DEFECTS: Defects = {
     ),
     "unknown field": (
         lambda f: edit(f, num_maskz=4),
-        r"Config has no field 'num_maskz' \(did you mean 'num_masks'\?\)\. If .* train the adapter",
+        r"Config has no field 'num_maskz' \(did you mean 'num_masks'\?\)\. Another .* train the",
     ),
     "task": (lambda f: edit(f, task_type="SEQ_CLS"), "for causal language models.*'SEQ_CLS'"),
     "facts": (lambda f: edit(f, base_facts=[1]), r"base_facts must be a dict or None, got \[1\]"),

@@ -30,7 +30,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "medusa": ("medusa", {"projection": "own"}, {"tree": "sparse"}),
     "layer_skip": (
         "layer_skip", {"skip_attention": [1], "draft_rank": 2},
-        {"draft_exit": "fixed", "max_draft": 3},
+        {"draft_exit": "fixed", "num_draft_tokens": 3},
     ),
     "propd": ("propd", {"markov_rank": 2}, {"prune": True}),
     "propd online": ("propd", {}, {"tree": "online", "prune": True}),
@@ -44,7 +44,8 @@ def spoilt(model: Any, name: str, change: Callable[[torch.Tensor], Any]) -> tupl
     model.add_adapter(config(**fields))
     with torch.no_grad():
         for weight in find_active(model, config.type_name).tensors().values():
-            change(weight)
+            if weight.is_floating_point():
+                change(weight)
     return model.eval(), drafting(strategy, **options)
 
 

@@ -42,7 +42,7 @@ def test_a_fresh_markov_head_changes_nothing(fresh, name):
     assert ours == plain
     assert having.keys() - without.keys() == {*MARKOV_HEAD} and without.keys() <= having.keys()
     embedding, output, state = (having[part] for part in MARKOV_HEAD)
-    count = 1 + {"bita": 3, "medusa": 4, "ppd": 3, "propd": 4, "space": 5}[name]
+    count = 1 + {"bita": 3, "medusa": 4, "ppd": 3, "propd": 4, "space": 4}[name]
     assert embedding.shape == state.shape == (count, 3, 32) and output.shape == (count, 32, 3)
     assert not output.any() and embedding.any() and state.any()
 

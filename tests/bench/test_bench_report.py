@@ -44,7 +44,7 @@ def result(rows: list[Measurement]) -> BenchResult:
 
 
 def test_rows_hold_the_figures_worked_out_by_hand():
-    rows = {(row["strategy"], row["task"]): row for row in result(measurements()).runs()}
+    rows = {(row["strategy"], row["task"]): row for row in result(measurements()).rows}
     assert list(rows) == [
         ("generate", "qa"), ("generate", "math"), ("generate", "all"),
         ("fast", "qa"), ("fast", "math"), ("fast", "all"),
@@ -82,7 +82,7 @@ def test_intervals_are_of_prompts_and_paired(table_of):
             Measurement("generate", 1, [index], "qa", 2.0 * pace, [[5] * 10], 10, None, [SAME]),
             Measurement("fast", 1, [index], "qa", 1.0 * pace, [[5] * 10], 4 + index % 3),
         ]
-    rows = {row["strategy"]: row for row in result(made).runs() if row["task"] == "all"}
+    rows = {row["strategy"]: row for row in result(made).rows if row["task"] == "all"}
     assert rows["fast"]["speedup_interval"] == pytest.approx([2.0, 2.0])
     low, high = rows["fast"]["tau_interval"]
     assert 10 / 6 < low < rows["fast"]["tau"] < high < 10 / 4
@@ -92,7 +92,7 @@ def test_intervals_are_of_prompts_and_paired(table_of):
     assert "2.00x (2.00-2.00)" in shown and f"({low:.2f}-{high:.2f})" in shown
     assert "2.00-2.00" not in table_of(result(made), 40, terminal=True), "there is no room"
     assert "2.00-2.00" in table_of(result(made), 40), "a file has room"
-    assert all(row["tau_interval"] is None for row in result(measurements()).runs())  # too few
+    assert all(row["tau_interval"] is None for row in result(measurements()).rows)  # too few
 
 
 def test_intervals_cover_what_they_say():
@@ -122,7 +122,7 @@ def table_of(monkeypatch, capsys):
     def printed(bench, width, by_task=False, terminal=False):
         monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-        report.print_table(bench, by_task)
+        print(report.described(bench, by_task))
         return capsys.readouterr().out
 
     return printed
@@ -132,7 +132,7 @@ def test_results_file_has_the_documented_keys(tmp_path):
     bench = result(measurements())
     report.write_results(tmp_path / "new" / "results.json", bench, {"python": "3"})
     data = json.loads((tmp_path / "new" / "results.json").read_text())
-    assert data["runs"] == bench.runs()
+    assert data["runs"] == bench.rows
     assert set(data["runs"][0]) == {
         "strategy", "task", "batch_size", "baseline", "prompts", "new_tokens", "seconds",
         "tokens_per_second", "speedup", "speedup_interval", "tau", "tau_interval", "identical",

@@ -59,7 +59,7 @@ def test_every_figure_worked_out_again(model, tokenizer, prompts):
     names = ["prompt_lookup", STOCK]
     result = run(model, tokenizer, prompts, names, every_step, max_new_tokens=NEW)
     expected = [plain_tokens(model, tokenizer, prompt) for prompt in prompts]
-    rows = {(row["strategy"], row["task"]): row for row in result.runs()}
+    rows = {(row["strategy"], row["task"]): row for row in result.rows}
     for name in ("generate", "prompt_lookup", STOCK):
         for task, members in (("a", [0, 2, 4]), ("b", [1, 3]), ("all", [0, 1, 2, 3, 4])):
             row = rows[name, task]
@@ -81,7 +81,7 @@ def test_batches_equal_single_rows_and_long_prompts_are_cut(model, tokenizer, pr
         model, tokenizer, prompts, ["prompt_lookup", STOCK],
         batch_sizes=[1, 2], max_new_tokens=NEW,
     )  # fmt: skip
-    assert {(row["strategy"], row["batch_size"]) for row in result.runs()} == {
+    assert {(row["strategy"], row["batch_size"]) for row in result.rows} == {
         ("generate", 1), ("prompt_lookup", 1), (STOCK, 1), ("generate", 2), ("prompt_lookup", 2),
     }  # fmt: skip
     assert result.overall("prompt_lookup")["identical"] == len(prompts)
@@ -154,7 +154,7 @@ def test_sampling_is_seeded(model, tokenizer, prompts):
     for name in ("generate", "prompt_lookup"):
         row = first.overall(name)
         assert (row["identical"], row["diverged"]) == (2, 0)
-    assert {row["identical"] for row in sample(1, 2).runs()} == {None}
+    assert {row["identical"] for row in sample(1, 2).rows} == {None}
 
 
 def test_what_cannot_work_is_said_before_measuring(model, tokenizer, prompts):
@@ -200,7 +200,7 @@ def test_an_adapter_that_changes_the_model_has_its_own_plain_decoding(
     tokens = {m.strategy: m.rows for m in result.measurements if m.prompts == [0]}
     assert tokens["generate"][0] == tokens["prompt_lookup"][0] == before[0]
     assert tokens["generate@tuned"][0] == tokens["space"][0] == after[0]
-    rows = {row["strategy"]: row for row in result.runs() if row["task"] == "all"}
+    rows = {row["strategy"]: row for row in result.rows if row["task"] == "all"}
     assert all(row["identical"] == 2 for row in rows.values())
     speed = {name: row["tokens_per_second"] for name, row in rows.items()}
     assert rows["space"]["speedup"] == pytest.approx(speed["space"] / speed["generate@tuned"])
@@ -243,7 +243,7 @@ def test_a_strategy_around_another_one_has_both_adapters(tokenizer, prompts):
     lineup = contenders(["propd"], {}, [drafts, prunes])
     assert [item.adapters for item in lineup] == [("prunes", "drafts")]
     result = run_contenders(model, tokenizer, prompts[:2], lineup, max_new_tokens=NEW)
-    rows = {row["strategy"]: row for row in result.runs() if row["task"] == "all"}
+    rows = {row["strategy"]: row for row in result.rows if row["task"] == "all"}
     row = rows["propd"]
     assert row["identical"] == 2 and row["stats"]["num_pruned_tokens"] > 0
     with pytest.raises(ValueError, match="propd drafts with 'bita' here, for which 0 adapters"):

@@ -59,7 +59,7 @@ def check_rates(stats: Any) -> None:
     ("strategy", "options", "settings"),
     [
         ("medusa", CHAIN, {}), ("bita", CHAIN, SAMPLED),
-        ("layer_skip", {"skip_mlp": [1], "max_draft": 4, "draft_exit": "fixed"}, PENALIZED),
+        ("layer_skip", {"skip_mlp": [1], "num_draft_tokens": 4, "draft_exit": "fixed"}, PENALIZED),
     ],
 )  # fmt: skip
 def test_drafts_are_accepted_at_the_rates(

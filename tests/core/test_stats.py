@@ -32,7 +32,7 @@ def test_a_run_counted_by_hand() -> None:
     assert stats.num_row_steps == 4
     assert stats.num_generated_tokens == 7
     assert stats.num_drafted_tokens == 11
-    assert stats.mean_accepted_tokens == 7 / 4
+    assert stats.tau == stats.mean_accepted_tokens == 7 / 4
     assert stats.accepted_histogram == {1: 2, 2: 1, 3: 1}
     assert stats.offered == {1: 3, 2: 3, 3: 1}
     assert stats.accepted == {1: 2, 2: 1}
@@ -74,16 +74,14 @@ def test_to_dict_is_json_and_holds_the_derived_figures() -> None:
     assert json.loads(json.dumps(data)) == data
     assert data["accepted_histogram"] == {"1": 1, "3": 1}
     assert list(data["accepted_histogram"]) == ["1", "3"]
-    assert data["mean_accepted_tokens"] == 2.0
+    assert data["tau"] == data["mean_accepted_tokens"] == 2.0
     assert data["acceptance_per_position"] == [0.5, 0.5]
     assert data["details"] == {"threshold": [0.6]}
     assert {field.name for field in dataclasses.fields(stats)} <= set(data)
 
 
 def test_printed_statistics_are_a_summary() -> None:
-    stats = SpecStats(
-        "medusa", num_steps=3, num_fallback_steps=1, details={"policy": ["long"] * 1000}
-    )
+    stats = SpecStats("medusa", num_steps=3, num_plain_steps=1, details={"policy": ["long"] * 1000})
     stats.record(3, 2, 4)
     stats.record(1, 2, 4)
     stats.draft_seconds, stats.forward_seconds, stats.other_seconds = 0.25, 1.0, 0.75
@@ -160,3 +158,18 @@ def test_a_device_is_not_waited_for(clock: FakeClock, monkeypatch: pytest.Monkey
         raise KeyError
     assert watch.step(last=True) == 2.0 and len(waits) == 1
     assert (stats.draft_seconds, stats.verify_seconds, stats.other_seconds) == (2.0, 1.0, 0.0)
+
+
+def test_phases_are_labels_of_a_profiler_s_trace(monkeypatch) -> None:
+    """And cost nothing where none runs."""
+    watch = Stopwatch(SpecStats(), torch.device("cpu"))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with watch.phase("draft"):
+            torch.ones(3).sum()
+        with watch.phase("forward"), pytest.raises(ValueError, match="inside"):
+            raise ValueError("inside")
+    names = [event.key for event in profiler.key_averages()]
+    assert {"hf_spec.draft", "hf_spec.forward"} <= {*names} and "hf_spec.verify" not in names
+    monkeypatch.setattr("hf_spec.core.stats.record_function", None)
+    with watch.phase("verify"):
+        pass

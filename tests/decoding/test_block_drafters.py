@@ -38,7 +38,10 @@ CONFIGS = {
     "llama": ("dflash", {"architecture": "llama", "layers": [3, 1], "head": "own"}),
     "scaled": (
         "dflash",
-        {"block_size": 4, "embedding_scale": 2.0, "logit_scale": 0.5, "logit_softcap": 3.0},
+        {
+            "block_size": 4, "embedding_scale": 2.0, "logit_scale": 0.5, "logit_softcap": 3.0,
+            "draft_vocab_size": 0,
+        },
     ),
     "window": (
         "dflash", {"block_size": 4, "sliding_layers": [0], "sliding_window": 6},

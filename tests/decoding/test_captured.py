@@ -159,7 +159,7 @@ def test_recurrent_layers() -> None:
 
 def test_a_lora(shallow: Tiny) -> None:
     model = peft.get_peft_model(shallow(), peft.LoraConfig(init_lora_weights=False))
-    spec = drafting("prompt_lookup", max_nodes=4)
+    spec = drafting("prompt_lookup", num_draft_tokens=4)
     tuned = check(model, spec, **ragged()).sequences
     with model.disable_adapter():
         assert not torch.equal(check(model, spec, **ragged()).sequences, tuned)
@@ -174,7 +174,10 @@ def test_other_weights(shallow: Tiny, way: Any) -> None:
     """Numbers in place are read anew; another tensor, or another place of it in the model, makes
     another record."""
     model: Any = shallow(layers=2)
-    weight, spec = model.model.layers[1].mlp.up_proj.weight, drafting("prompt_lookup", max_nodes=4)
+    weight, spec = (
+        model.model.layers[1].mlp.up_proj.weight,
+        drafting("prompt_lookup", num_draft_tokens=4),
+    )
     other, made = model.model.layers[0].mlp.up_proj.weight, []
     for change in (lambda x: x, torch.neg_, lambda x: x.flip(0).contiguous(), None):
         if change is None:
@@ -224,7 +227,7 @@ def test_weights_that_move_within_their_memory(shallow: Tiny, way: Any, change: 
 
 def test_caches_over_turns(shallow: Tiny) -> None:
     """What a call returns is the caller's, and the next call records nothing."""
-    model, spec = shallow(), drafting("prompt_lookup", max_nodes=4)
+    model, spec = shallow(), drafting("prompt_lookup", num_draft_tokens=4)
     turn, given, made = prompt(), {}, []
     for _ in range(3):
         output = same(model, {**spec, **given}, RECORDED, inputs=turn)
@@ -267,7 +270,7 @@ def test_calls_of_other_lengths_keep_their_records(
 # -- records of compiled code ------------------------------------------------------------------
 
 #: Strategies whose trees have few sizes, each of which is compiled.
-FEW = {"prompt_lookup": {"max_nodes": 2}, "medusa": {"num_draft_tokens": 3}}
+FEW = {"prompt_lookup": {"num_draft_tokens": 2}, "medusa": {"num_draft_tokens": 3}}
 
 
 @pytest.fixture
@@ -305,7 +308,7 @@ def test_parts_by_a_compiler(
     """The mode with CUDA graphs of Inductor's own included, which are not used."""
     monkeypatch.setitem(captures.RECORDERS, "cpu", Rerun)
     model: Any = shallow(layers=3) if kind == "llama" else recurrent(kind)
-    spec = strategy("prompt_lookup", max_nodes=1, max_depth=1)
+    spec = strategy("prompt_lookup", num_draft_tokens=1, max_depth=1)
     way = {**CAPTURED, "compile_config": CompileConfig(mode="reduce-overhead")}
     for inputs in ({"inputs": prompt()}, ragged()):
         check(model, spec, way, **inputs, max_new_tokens=8)

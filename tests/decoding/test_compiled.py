@@ -15,7 +15,7 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from adapter_oracle import randomise
+from adapter_oracle import as_in_papers, randomise
 from conftest import ARCHITECTURES, EOS, check_same, prompt, ragged
 from covering import EVERY_CASE, covering
 from replay import RECORDED
@@ -36,7 +36,7 @@ from hf_spec.policy import plans
 NEW = 16
 #: Options of each strategy, under which every step drafts.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "layer_skip": {"skip_attention": [1], "skip_mlp": [1], "max_draft": 4},
+    "layer_skip": {"skip_attention": [1], "skip_mlp": [1], "num_draft_tokens": 4},
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
     "space": {"markov_rank": 4}, "bita": {}, "medusa": {"num_heads": 3},
@@ -54,7 +54,8 @@ def adapt(model: Any, name: str, adapter: str = "one", seed: int = 2) -> Any:
     """The model with an adapter of random parameters, where the strategy has one."""
     if name in ADAPTERS:
         torch.manual_seed(seed)
-        model.add_adapter(methods()[name].adapter_config(**ADAPTERS[name]), adapter)
+        kind: Any = methods()[name].adapter_config
+        model.add_adapter(kind(**{**as_in_papers(kind), **ADAPTERS[name]}), adapter)
         randomise(model, methods()[name].adapter_config.type_name)
     return model
 
@@ -150,7 +151,7 @@ def test_every_strategy(shallow: Any, name: str, sampled: bool) -> None:
     layers = 2 if name in ("layer_skip", "propd") else 1  # what they leave out, or look into
     model, inputs = adapt(shallow(layers=layers), name), ragged((12, 5))
     # Few sizes, each of which is a graph.
-    few = {"layer_skip": {}, "plain": {}, "prompt_lookup": {"max_nodes": 4}}
+    few = {"layer_skip": {}, "plain": {}, "prompt_lookup": {"num_draft_tokens": 4}}
     options: dict[str, Any] = dict(few.get(name, {"num_draft_tokens": 3}))
     options |= {"lookup": True} if name in ADAPTERS and not sampled else {}
     settings: dict[str, Any] = {}
@@ -291,7 +292,7 @@ def test_a_steady_state_compiles_nothing(shallow: Any) -> None:
     """Calls of mixed lengths, trees, strategies, adapters and batch sizes."""
     model = adapt(adapt(shallow(), "medusa", "heads"), "space", "masks")
     model.set_adapter(["heads", "masks"])
-    lookup = strategy("prompt_lookup", max_nodes=4)
+    lookup = strategy("prompt_lookup", num_draft_tokens=4)
     calls = [
         (lookup, prompt(31)), (strategy("medusa", num_draft_tokens=4), prompt(9, 2)),
         (strategy("space", tree="chain", max_depth=2), prompt(5)), (lookup, prompt(22)),

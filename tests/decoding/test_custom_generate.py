@@ -64,6 +64,19 @@ def check(model: Any, call: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
+def test_called_with_a_model(tiny: Tiny, decoded: list[str], call: str) -> None:
+    """``hf_spec.generate(model, ...)``, as ``model.generate`` is called."""
+    inputs = {"input_ids": prompt()} if CALLS[call].get("do_sample") else ragged()
+    settings = CALLS[call] if "generation_config" in CALLS[call] else {**GREEDY, **CALLS[call]}
+    torch.manual_seed(0)
+    expected = tiny().generate(**settings, **inputs, custom_generate=hf_spec.generate)
+    torch.manual_seed(0)
+    found = hf_spec.generate(tiny(), **settings, **inputs)
+    assert type(found) is type(expected) and decoded == [chosen(CALLS[call])] * 2
+    assert torch.equal(getattr(found, "sequences", found), getattr(expected, "sequences", expected))
+
+
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.usefixtures("unregistered")
 def test_without_any_registration(tiny: Tiny, decoded: list[str], call: str) -> None:
     model = tiny()

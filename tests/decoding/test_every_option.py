@@ -4,16 +4,20 @@ An option that a newer Transformers adds is in none of these lists, and fails he
 has looked at it.
 """
 
+import functools
 import inspect
 from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, PAD, STRATEGIES, Tiny, prompt
+from adapter_oracle import added
+from conftest import EOS, PAD, STRATEGIES, Tiny, check_same, prompt
 from running import no_forward
 from transformers import CompileConfig, GenerationConfig, GenerationMixin, WatermarkingConfig
 
+import hf_spec
 from hf_spec.decoding.compiling import STATIC
+from hf_spec.methods.registry import methods
 
 #: Options that mean what they mean in plain generation, with values that matter; a call has those
 #: of one line.
@@ -95,6 +99,48 @@ def test_options_of_the_model_itself(fresh: Tiny) -> None:
         model.generate(prompt(), max_new_tokens=4, num_assistant_tokens=6, **SPEC)
     with pytest.raises(ValueError, match="assistant_confidence_threshold=0.3.*a policy"):
         model.generate(prompt(), max_new_tokens=4, assistant_confidence_threshold=0.3, **SPEC)
+
+
+@pytest.mark.parametrize("strategy", ["prompt_lookup", "auto", "plain", "medusa", "eagle3"])
+def test_what_is_recommended_works(tiny: Tiny, fresh: Tiny, strategy: str) -> None:
+    """Whatever a refusal of ``num_assistant_tokens`` says instead, in a call and in a config."""
+    model = fresh()
+    if methods().get(strategy) and methods()[strategy].needs_adapter:
+        added(model, methods()[strategy].adapter_config(), std=0.1)
+    call = {"max_new_tokens": 4, "assistant_strategy": strategy}
+    with pytest.raises(ValueError, match="num_assistant_tokens=5 with") as refusal:
+        model.generate(prompt(), num_assistant_tokens=5, **call)
+    given = {"num_draft_tokens": 5} if "'num_draft_tokens': ..." in str(refusal.value) else {}
+    assert bool(given) == (strategy != "plain")
+    del call["max_new_tokens"]
+    check_same(model, {**call, "assistant_kwargs": given}, prompt(), max_new_tokens=4)
+    config = hf_spec.SpecConfig(strategy, given)
+    check_same(model, {"generation_config": config}, prompt(), max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"max_ngram": 3},
+            r"=3 beside assistant_strategy='prompt_lookup'.*\{'max_ngram': 3\}",
+        ),
+        ({"adapter": "org/name"}, r"Give assistant_kwargs=\{'adapter': 'org/name'\}\."),
+        ({"max_nodes": 3}, "max_nodes=3 beside assistant_strategy="),
+    ],
+)
+def test_options_of_a_strategy_beside_it(tiny: Tiny, given: dict[str, Any], message: str) -> None:
+    model = tiny()
+    calls: list[Any] = [
+        model.generate,
+        functools.partial(model.generate, custom_generate=hf_spec.generate),
+        functools.partial(hf_spec.generate, model),
+    ]
+    for generate in calls:
+        with no_forward(model), pytest.raises(ValueError, match=message):
+            generate(prompt(), assistant_strategy="prompt_lookup", **given)
+    with pytest.raises(ValueError, match="max_ngra"):  # unknown to all: as Transformers has it
+        model.generate(prompt(), assistant_strategy="prompt_lookup", max_ngra=3)
 
 
 def same(model: Any, **options: Any) -> bool:

@@ -215,7 +215,7 @@ def test_long_prompts_and_gradients_take_the_models_own(
     model, inputs = fresh("llama"), prompt(24)
     plain = generate(model, inputs).sequences
     pack_weights(model)
-    for kwargs in calls(max_nodes=7):
+    for kwargs in calls(num_draft_tokens=7):
         assert torch.equal(generate(model, inputs, **kwargs).sequences, plain)
     assert used and min(used) >= 2 and max(used) <= 4
 

@@ -34,12 +34,12 @@ RETURNED: dict[str, Any] = {**GREEDY, **RETURN}
 LOOKUP = drafting("prompt_lookup")
 #: Everything drafted is accepted, so that an error of drafting shows as a rejection.
 SAME_MODEL = drafting(
-    "layer_skip", skip_attention=[], skip_mlp=[], draft_exit="fixed", max_draft=4
+    "layer_skip", skip_attention=[], skip_mlp=[], draft_exit="fixed", num_draft_tokens=4
 )  # fmt: skip
 #: Each strategy with fields of its adapter and its options.
 STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prompt_lookup": ({}, {}),
-    "layer_skip": ({}, {"skip_attention": [0, 2], "skip_mlp": [], "max_draft": 3}),
+    "layer_skip": ({}, {"skip_attention": [0, 2], "skip_mlp": [], "num_draft_tokens": 3}),
     "medusa": ({"num_heads": 3}, {}),
     "eagle3": ({"draft_vocab_size": 40}, {"max_depth": 3}),
     "dflash": ({"num_layers": 1}, {}),
@@ -142,8 +142,8 @@ def test_compiled(kind: str, name: str) -> None:
     with_adapter(model, name, STRATEGIES[name][0])
     # Trees of few sizes, each of which is a graph.
     options = {
-        "prompt_lookup": {"max_depth": 2, "max_nodes": 3}, "space": {"num_draft_tokens": 3},
-        "layer_skip": {"skip_attention": [0], "skip_mlp": [], "max_draft": 2},
+        "prompt_lookup": {"max_depth": 2, "num_draft_tokens": 3}, "space": {"num_draft_tokens": 3},
+        "layer_skip": {"skip_attention": [0], "skip_mlp": [], "num_draft_tokens": 2},
     }[name]  # fmt: skip
     given = ragged() if kind in ("mamba", "lfm3") else one_row()
     check_same(model, {**drafting(name, **options), **CAPTURED}, **given)

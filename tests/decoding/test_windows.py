@@ -30,7 +30,7 @@ WAYS = {"eager": {}, "captured": CAPTURED, "recorded": RECORDED}
 #: By itself, with the model as its own assistant, in parts, with probes and a front.
 SPECS: dict[str, dict[str, Any]] = {
     "prompt_lookup": LOOKUP,
-    "layer_skip": drafting("layer_skip", skip_attention=[1], skip_mlp=[], max_draft=12),
+    "layer_skip": drafting("layer_skip", skip_attention=[1], skip_mlp=[], num_draft_tokens=12),
     "draft_model": drafting("draft_model"),
 }
 LENGTHS = [(70,), (70, 8, 41), (3, 5, 4)]

@@ -185,7 +185,7 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
 ) -> None:
     monkeypatch.setattr(predictions, "SHORTLIST", VOCAB)  # the search below knows of none
     model = fresh("llama")
-    config = hf_spec.MedusaConfig(num_heads=3, markov_rank=rank)
+    config = hf_spec.MedusaConfig(num_heads=3, markov_rank=rank, draft_vocab_size=0)
     weights = added(model, config, std=0.5).tensors()
     drafter, checked = methods()["medusa"].drafter, []
     propose = drafter.propose

@@ -34,7 +34,7 @@ def model(fresh: Tiny) -> PreTrainedModel:
 
 
 def adapted(model: Any, **fields: Any) -> Any:
-    model.add_adapter(Eagle3Config(**fields))
+    model.add_adapter(Eagle3Config(**{"draft_vocab_size": 0, **fields}))
     randomise(model, "EAGLE3")
     return model
 

@@ -1,5 +1,8 @@
 """Predictions of a part of the vocabulary: which tokens, and what drafts and errors become."""
 
+import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +10,7 @@ import torch
 from adapter_oracle import Opaque, randomise
 from conftest import VOCAB, Tiny, check_same, prompt, ragged
 from running import drafting
+from safetensors.torch import save_file
 
 import hf_spec
 from hf_spec.adapters.active import find_active
@@ -111,3 +115,40 @@ def test_what_does_not_fit(fresh: Tiny) -> None:
         with pytest.raises(ValueError, match=message):
             model.add_adapter(config)
         assert find_active(model, config.type_name) is None
+
+
+def test_a_quarter_of_the_tokens_unless_a_config_says_otherwise(
+    fresh: Tiny, tmp_path: Path
+) -> None:
+    """What is saved says so, and configs of before are read as they were written."""
+    model: Any = fresh("llama")
+    model.add_adapter(hf_spec.MedusaConfig(num_heads=2))
+    size = VOCAB // 4
+    assert find_active(model, "MEDUSA").tensors()[VOCABULARY].tolist() == [*range(size)]
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    saved = json.loads(file.read_text())
+    assert (saved["draft_vocab_size"], saved["markov_rank"]) == (size, 128)
+    assert {one.name for one in dataclasses.fields(hf_spec.MedusaConfig)} <= saved.keys()
+    again: Any = fresh("llama")
+    again.load_adapter(tmp_path)
+    check_same(again, drafting("medusa"), **ragged())
+    for fields in ({"draft_vocab_size": 0, "markov_rank": 0}, {"markov_rank": 0}):
+        kept = {name: value for name, value in saved.items() if name != "draft_vocab_size"}
+        file.write_text(json.dumps({**kept, **fields}))
+        weights = {"weights": torch.zeros(2, 1, 32, 32), "biases": torch.zeros(2, 1, 32)}
+        prefix = "base_model.model.spec_modules.type_medusa.medusa_"
+        stored = {f"{prefix}{name}": one for name, one in weights.items()}
+        save_file(stored, tmp_path / "adapter_model.safetensors")
+        old: Any = fresh("llama")
+        old.load_adapter(tmp_path)
+        assert VOCABULARY not in find_active(old, "MEDUSA").tensors()
+
+
+def test_ranks_beyond_the_drafted_tokens_are_refused(fresh: Tiny) -> None:
+    model: Any = fresh("llama")
+    model.add_adapter(hf_spec.MedusaConfig(draft_vocab_size=3))
+    trees = {count: drafting("medusa", tree=[[rank] for rank in range(count)]) for count in (3, 4)}
+    with pytest.raises(ValueError, match="rank 3: ranks count from 0, and the adapter predicts 3"):
+        model.generate(prompt(5), max_new_tokens=3, **trees[4])
+    check_same(model, trees[3], prompt(5))

@@ -21,7 +21,7 @@ def test_the_noise_raises_acceptance(
     samples from so flat a distribution is hardly ever the likeliest token. Of a draft vocabulary,
     the noise is found by its tokens' ids."""
     model: Any = fresh("llama_tied")
-    options = {"skip_attention": [], "skip_mlp": [1], "lookup": False, "max_draft": 6}
+    options = {"skip_attention": [], "skip_mlp": [1], "lookup": False, "num_draft_tokens": 6}
     if name == "eagle3":
         options = {"num_draft_tokens": 8}
         model.add_adapter(hf_spec.Eagle3Config(draft_vocab_size=40))

@@ -134,7 +134,7 @@ def test_a_repeated_answer_takes_fewer_steps(name: str, fresh: Any) -> None:
     if name != "prompt_lookup":
         options |= {"lookup": True}
     if name == "layer_skip":
-        options |= {"skip_attention": [0], "skip_mlp": [], "max_draft": 3}
+        options |= {"skip_attention": [0], "skip_mlp": [], "num_draft_tokens": 3}
     steps = []
     with lent(model, method.adapter_config(), random=False) if name == "medusa" else nullcontext():
         for _ in range(2):

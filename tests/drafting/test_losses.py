@@ -1,8 +1,10 @@
 """The loss that methods share, against loops over single predictions."""
 
+from typing import Any
+
 import pytest
 import torch
-from adapter_oracle import two_answers
+from adapter_oracle import as_in_papers, two_answers
 from conftest import Tiny
 from peft import get_peft_model
 
@@ -66,7 +68,8 @@ def test_dynamic_weights_are_parts_of_the_expected_length() -> None:
 @pytest.mark.parametrize("name", ["medusa", "dflash", "eagle3", "ppd"])
 def test_every_method_can_weigh_distances_by_what_they_add(fresh: Tiny, name: str) -> None:
     model, method = fresh("llama"), get_method(name)
-    config = method.adapter_config(loss="hard", decay=None)
+    kind: Any = method.adapter_config
+    config = kind(loss="hard", decay=None, **as_in_papers(kind))
     out = get_peft_model(model, config)(**two_answers())
     losses = prediction_losses(out["logits"], out["labels"])
     expected = mean_loss(losses, out["logits"], out["labels"], None, pooled=name == "ppd")["loss"]

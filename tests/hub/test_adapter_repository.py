@@ -34,7 +34,7 @@ from hf_spec.tools.hub.folder import (
 )
 from hf_spec.tools.hub.push import push
 
-OPTIONS = {"draft_exit": "fixed", "max_draft": 3, "drafting": "always"}
+OPTIONS = {"draft_exit": "fixed", "num_draft_tokens": 3, "drafting": "always"}
 
 
 def results(strategy: str = "layer_skip", tasks: tuple[str, ...] = ("qa",)) -> dict[str, Any]:
@@ -133,8 +133,8 @@ def test_transformers_saves_what_decoding_needs(checkpoint, tmp_path):
         (lambda f: (f / "generation_config.json").write_text("{"), "is not JSON"),
         (lambda f: (f / "generation_config.json").write_text("[]"), "must hold a JSON object"),
         (lambda f: (f / "generation_config.json").write_text("{}"), "names no assistant_strategy"),
-        (lambda f: spec(f, assistant_kwargs={"max_draft": 0}), "max_draft=0"),
-        (lambda f: spec(f, assistant_kwargs={"max_draft": 4}), "does not say what generation_conf"),
+        (lambda f: spec(f, assistant_kwargs={"num_draft_tokens": 0}), "num_draft_tokens=0"),
+        (lambda f: spec(f, assistant_kwargs={"num_draft_tokens": 4}), "does not say what"),
         (lambda f: spec(f, assistant_strategy="prompt_lookup", assistant_kwargs={}),
          "is of type 'LAYER_SKIP', but generation_config.json names strategy 'prompt_lookup'"),
     ],
@@ -157,7 +157,7 @@ def test_the_card_holds_what_was_measured(adapter):
     for word in (
         "Abacus 3000, threads: 2;", "bfloat16", "torch 2.13.0", "transformers 5.23.0",
         "Prompts: `test.jsonl`.",
-        "**Lossless.**", "| `max_draft` | `3` |", "| attention skipped | 1 |",
+        "**Lossless.**", "| `num_draft_tokens` | `3` |", "| attention skipped | 1 |",
         "| MLP skipped | none |", "`LAYER_SKIP`", "some layers left out",
     ):  # fmt: skip
         assert word in card, word
@@ -275,8 +275,8 @@ def test_custom_generate(adapter, checkpoint, decoded, tmp_path, monkeypatch):
     decoded.clear()
     assert torch.equal(model.generate(ids, **custom), plain)
     assert decoded == ["layer_skip"]
-    assert max(hf_spec.last_stats(model).offered) == 3  # max_draft of the repository
-    model.generate(ids, **custom, assistant_kwargs={"max_draft": 2})
+    assert max(hf_spec.last_stats(model).offered) == 3  # num_draft_tokens of the repository
+    model.generate(ids, **custom, assistant_kwargs={"num_draft_tokens": 2})
     assert max(hf_spec.last_stats(model).offered) == 2
     # A call that names a strategy itself is left alone.
     model.generate(ids, **custom, assistant_strategy="prompt_lookup")
@@ -505,7 +505,7 @@ def test_load_by_id_and_branch(adapter, checkpoint, tmp_path, monkeypatch):
     (root / "refs").mkdir(parents=True)
     for name, commit, attention, draft in (("v1", "1" * 40, [1], 3), ("main", "2" * 40, [0], 5)):
         edit(adapter / "adapter_config.json", skip_attention=attention)
-        options = {**OPTIONS, "max_draft": draft}
+        options = {**OPTIONS, "num_draft_tokens": draft}
         save_spec_config(adapter, "layer_skip", options)
         text = shim_text("layer_skip", options, "LAYER_SKIP", "org/skip")
         (adapter / "custom_generate" / "generate.py").write_text(text)

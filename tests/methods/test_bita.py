@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import added, cache_behind, losses_one_by_one, randomise, two_answers
+from adapter_oracle import PAPERS, added, cache_behind, losses_one_by_one, randomise, two_answers
 from conftest import Tiny, check_same, prompt
 from peft import get_peft_model
 from running import drafting, proposals
@@ -24,7 +24,9 @@ def test_loss_against_one_anchor_at_a_time(fresh: Tiny, depth: str) -> None:
         torch.manual_seed(0)
         sizes = {**model.config.to_dict(), "model_type": "granite", "logits_scaling": 2.0}
         model = GraniteForCausalLM(GraniteConfig(**sizes)).eval()
-    config = hf_spec.BitaConfig(num_prompt_tokens=4, prompt_depth=depth, num_mask_tokens=2)
+    config = hf_spec.BitaConfig(
+        num_prompt_tokens=4, prompt_depth=depth, num_mask_tokens=2, **PAPERS
+    )
     peft_model, batch = get_peft_model(model, config), two_answers()
     weights = randomise(model, "BITA", std=0.4)
     found = losses_one_by_one(model, batch, lambda ids: naive(model, ids, weights, depth))
@@ -80,7 +82,7 @@ def test_straightforward_decoding(fresh: Tiny) -> None:
     accepted, its first c predictions are overtaken, and the others are the next candidates."""
     model = fresh("llama")
     model.lm_head.weight.data[3:] *= 0.01  # three tokens, so that one guess in three is right
-    weights = added(model, hf_spec.BitaConfig(), std=0.6, seed=5).tensors()
+    weights = added(model, hf_spec.BitaConfig(**PAPERS), std=0.6, seed=5).tensors()
     with proposals(BitaDrafter) as seen:
         out = check_same(
             model, drafting("bita", tree="straightforward"), prompt(), max_new_tokens=40

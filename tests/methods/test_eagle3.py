@@ -147,7 +147,9 @@ def test_a_base_whose_embeddings_are_narrower_than_its_states() -> None:
         vocab_size=61, hidden_size=32, word_embed_proj_dim=16, ffn_dim=48, num_hidden_layers=3,
         num_attention_heads=4, max_position_embeddings=64, do_layer_norm_before=False, init_std=0.2,
     )  # fmt: skip
-    model = get_peft_model(AutoModelForCausalLM.from_config(config).eval(), Eagle3Config())
+    model = get_peft_model(
+        AutoModelForCausalLM.from_config(config).eval(), Eagle3Config(draft_vocab_size=0)
+    )
     ids = torch.arange(3, 15)[None]
     out = model(input_ids=ids, labels=ids, anchors=torch.tensor([[4, 6]]))
     assert out["loss"].isfinite() and out["logits"].shape == (1, 2, 7, 61)

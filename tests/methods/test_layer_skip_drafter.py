@@ -152,7 +152,7 @@ def test_drafts_are_those_of_the_skipping_model_behind_the_full_models_cache(
     setting: Callable[..., Setting], lengths: list[int], skips: str
 ) -> None:
     one = setting(lengths)
-    drafter = one.started(**SKIPS[skips], draft_exit="fixed", max_draft=5)
+    drafter = one.started(**SKIPS[skips], draft_exit="fixed", num_draft_tokens=5)
     tree = drafter.propose(one.state)
     assert tree.is_chain and tree.q is None
     assert tree.row_depths == (5,) * len(lengths)
@@ -175,7 +175,7 @@ def test_each_row_stops_after_its_first_unsure_token(
     place = int(share * (len(ordered) - 2))
     threshold = (ordered[place] + ordered[place + 1]) / 2
 
-    drafter = one.started(**skips, threshold=threshold, draft_exit="threshold", max_draft=6)
+    drafter = one.started(**skips, threshold=threshold, draft_exit="threshold", num_draft_tokens=6)
     tree = drafter.propose(one.state)
     for row, (wanted, _) in enumerate(stock):
         sure = [chance >= threshold for chance in chances[row]]
@@ -211,7 +211,7 @@ def test_exits_look_at_what_the_drafting_model_says_itself(
     first = [float(logits[0].softmax(-1).max()) for logits in stock]
     threshold = sum(sorted(first)[1:3]) / 2  # two rows are sure of their first tokens
     one.state.process = lambda logits, *_, drafting: logits.float() / temperature
-    drafter = one.started(**skips, draft_exit="threshold", threshold=threshold, max_draft=2)
+    drafter = one.started(**skips, draft_exit="threshold", threshold=threshold, num_draft_tokens=2)
     depths = drafter.propose(one.state).row_depths
     assert depths == tuple(2 if chance >= threshold else 1 for chance in first)
 
@@ -225,7 +225,7 @@ def timed(
     one = setting(lengths)
     forget(one.model)
     one.state.timed, one.state.draft_cost = True, lambda: price
-    return one, one.started(**{**SKIPS["layer 0"], "max_draft": 4, **options})
+    return one, one.started(**{**SKIPS["layer 0"], "num_draft_tokens": 4, **options})
 
 
 def oracle_tree(one: Setting, row: int, depth: int, trust: Sequence[float]) -> dict[Any, float]:
@@ -279,7 +279,7 @@ def test_drafting_ends_where_the_next_forward_is_not_worth_its_price(
 ) -> None:
     rates = [0.9, 0.8, 0.7, 0.9, 0.6, 0.8]
     for price in (0.001, 0.01, 0.035, 0.2, 0.24, 1.5):  # less than two rows can bring
-        one, drafter = timed(setting, [9, 4], price, max_draft=6)
+        one, drafter = timed(setting, [9, 4], price, num_draft_tokens=6)
         drafter.exit.calibration.hits *= rates
         trees = [oracle_tree(one, row, 6, rates) for row in (0, 1)]
         best = [[max(c for p, c in t.items() if len(p) == k) for k in range(1, 7)] for t in trees]
@@ -334,7 +334,7 @@ def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting
 # -- gamma between calls -------------------------------------------------------------------------
 
 #: Gamma rises by 0.001 at every stage, whatever is accepted.
-RISING = {"skip_mlp": [1], "max_draft": 3, "target_acceptance": 1.0}
+RISING = {"skip_mlp": [1], "num_draft_tokens": 3, "target_acceptance": 1.0}
 
 
 def stages_and_gamma(model: Any, **options: Any) -> tuple[int, float]:

@@ -32,7 +32,7 @@ from hf_spec.modeling_patches.merged_copies import _COPIES
 from hf_spec.tools import cli
 
 SKIP: dict[str, Any] = {"skip_attention": [0, 1], "skip_mlp": [1]}
-FIXED = {"draft_exit": "fixed", "max_draft": 4}
+FIXED = {"draft_exit": "fixed", "num_draft_tokens": 4}
 
 
 def added(model: PreTrainedModel, **fields: Any) -> Any:

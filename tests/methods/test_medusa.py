@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import added, losses_one_by_one, randomise, two_answers
+from adapter_oracle import PAPERS, added, losses_one_by_one, randomise, two_answers
 from conftest import CLOSE, VOCAB, Tiny, check_same, prompt, ragged
 from covering import covering
 from peft import get_peft_model
@@ -71,7 +71,9 @@ def test_loss_against_one_place_at_a_time(
 ) -> None:
     model = fresh(architecture)
     model.config.logit_scale = model.logit_scale = 0.5
-    config = hf_spec.MedusaConfig(num_heads=2, decay=0.7, loss=loss, projection=projection)
+    config = hf_spec.MedusaConfig(
+        num_heads=2, decay=0.7, loss=loss, projection=projection, **PAPERS
+    )
     peft_model, batch = get_peft_model(model, config), two_answers()
     weights = randomise(model, "MEDUSA", std=0.2)
 

@@ -17,8 +17,8 @@ from hf_spec.tools.bench.contenders import contenders, parse_names
 #: Options that methods have no use for.
 UNUSED = {
     "plain": "tree num_draft_tokens max_depth lookup lookup_history acceptance",
-    "prompt_lookup": "tree num_draft_tokens lookup",
-    "layer_skip": "tree num_draft_tokens max_depth",
+    "prompt_lookup": "tree lookup",
+    "layer_skip": "tree max_depth",
 }
 FIXED = {"draft_exit": "fixed"}
 ONLINE = {"tree": "online"}
@@ -52,6 +52,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ppd", {"tree": "dynamic", "max_depth": 2}, "max_depth=2 with tree='dynamic'"),
     ("bita", {"tree": "efficient", "top_k": 10**7}, "top_k=10000000: must be a whole .* to 1024"),
     ("bita", {"top_k": 2}, "top_k=2 with tree=.*: it belongs to tree='efficient' or 'full'"),
+    ("prompt_lookup", {"num_draft_tokens": 0}, "num_draft_tokens=0: must be a whole number from 1"),
+    ("layer_skip", {"num_draft_tokens": "all"}, "num_draft_tokens='all': must be .*Or give 'auto'"),
+    ("prompt_lookup", {"max_nodes": 0}, "num_draft_tokens=0: must be a whole number from 1"),
+    ("layer_skip", {"max_draft": 3, "num_draft_tokens": 3}, "'max_draft' is the former name of "),
+    ("medusa", {"max_draft": 3}, "'medusa' has no option 'max_draft'"),
     # lookup, acceptance
     ("bita", {"tree": "straightforward", "lookup": True}, "lookup=True with .*tree='chain'"),
     ("prompt_lookup", {"acceptance": "rejection"}, "='rejection': .*Use acceptance='match'"),
@@ -89,6 +94,23 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_refused(strategy: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hf_spec.SpecConfig(strategy, options)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "former", "unset"),
+    [("prompt_lookup", "max_nodes", 15), ("layer_skip", "max_draft", 12)],
+)
+def test_the_size_of_a_draft_has_one_name(strategy: str, former: str, unset: int) -> None:
+    """Saved configurations may have the former ones."""
+
+    def most(**given: Any) -> int:
+        options: Any = get_method(strategy).parse_options(given)
+        return int(options.max_nodes if strategy == "prompt_lookup" else options.most)
+
+    assert most() == most(num_draft_tokens="auto") == unset
+    assert most(num_draft_tokens=5) == most(**{former: 5}) == 5
+    (contender,) = contenders(parse_names(strategy), {strategy: {former: 5}})
+    assert contender.kwargs["assistant_kwargs"] == {"num_draft_tokens": 5}
 
 
 @pytest.mark.parametrize(

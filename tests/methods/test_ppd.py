@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_oracle import added, cache_behind, losses_one_by_one, two_answers
+from adapter_oracle import PAPERS, added, cache_behind, losses_one_by_one, two_answers
 from conftest import VOCAB, Tiny, check_same, prompt, ragged
 from method_variants import VARIANTS
 from running import drafting, proposals
@@ -39,7 +39,7 @@ every_config = pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
 
 def with_adapter(model: Any, fields: dict[str, Any], seed: int = 1) -> Any:
     """A model with an adapter whose weights all matter."""
-    added(model, hf_spec.PPDConfig(**fields), std=0.5, seed=seed)
+    added(model, hf_spec.PPDConfig(**PAPERS, **fields), std=0.5, seed=seed)
     return model
 
 

@@ -165,7 +165,7 @@ def test_rows_are_drafted_for_themselves() -> None:
     rng = random.Random(1)
     rows = [sequence(rng, length, 3) for length in (20, 9, 1, 14)]
     active = [True, True, True, False]
-    one = drafter(max_depth=6, max_nodes=7)
+    one = drafter(max_depth=6, num_draft_tokens=7)
     confidences = [Confidence() for _ in rows]
     state = state_of(rows, active, max_depth=4)
     one.start(state)

@@ -6,7 +6,7 @@ from typing import Any
 import adapter_oracle
 import pytest
 import torch
-from adapter_oracle import batch_of, random_answers, randomise, with_updates
+from adapter_oracle import PAPERS, batch_of, random_answers, randomise, with_updates
 from conftest import Tiny, prompt, ragged
 from peft import get_peft_model
 from running import every_step
@@ -26,7 +26,7 @@ GREEDY = {"max_new_tokens": 16, "do_sample": False}
 
 def tuned(**fields: Any) -> hf_spec.SpaceConfig:
     """The paper's adapter: low-rank updates of the whole model."""
-    return hf_spec.SpaceConfig(**{"update": "lora", **fields})
+    return hf_spec.SpaceConfig(**{"update": "lora", **PAPERS, **fields})
 
 
 def added(model: PreTrainedModel, name: str = "one", seed: int = 0, **fields: Any) -> Any:

@@ -322,7 +322,11 @@ def test_in_programs(shallow: Tiny, calls: list[tuple[int, ...]]) -> None:
     """One program serves all lengths: the kernel is an operation that it contains."""
     model: Any = shallow("mistral")
     model.set_attn_implementation(TREE_ATTENTION)
-    given = {"return_dict_in_generate": True, **RECORDED, **drafting("prompt_lookup", max_nodes=4)}
+    given = {
+        "return_dict_in_generate": True,
+        **RECORDED,
+        **drafting("prompt_lookup", num_draft_tokens=4),
+    }
     output = check_same(model, given, prompt(), max_new_tokens=5)
     found = output.spec_stats.details["compiled"]
     assert found["kept"] and not found["refused"] and calls

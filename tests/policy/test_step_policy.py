@@ -327,7 +327,7 @@ def test_a_later_call_starts_from_what_was_learned() -> None:
     again, _, _, after = simulate(learned, CHANCES, line(0.03), 30, seed=1)
     assert after.setting is before.setting
     assert 2 not in again[:5] and again.count(0) <= 1 and sum(again) > 20 * np.median(sizes) / 2
-    assert after.stats.num_fallback_steps <= 1
+    assert after.stats.num_plain_steps <= 1
 
 
 def test_threads_wait_for_each_other() -> None:
@@ -425,7 +425,7 @@ def test_expensive_drafts_are_given_up(
     drafting = 0 if elsewhere else stats.num_draft_forwards
     assert stats.num_steps + drafting == len(widths)
     # Rows of one: plain steps that were chosen, empty drafts, and drafting.
-    assert widths.count(1) >= stats.num_fallback_steps + drafting
+    assert widths.count(1) >= stats.num_plain_steps + drafting
     assert sum(stats.accepted_histogram.values()) == stats.num_row_steps
 
 
@@ -468,7 +468,7 @@ def test_seeded_sampling_equals_plain(timed: Callable[[float], Timed]) -> None:
         settings = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.7, "top_k": 0}
         check_same(model, as_it_pays(name), prompt(), **settings)
         stats = hf_spec.last_stats(model)
-        assert 0 < stats.num_fallback_steps < stats.num_steps - 1
+        assert 0 < stats.num_plain_steps < stats.num_steps - 1
 
 
 @pytest.mark.parametrize("comes", [True, False])

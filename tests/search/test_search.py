@@ -58,7 +58,10 @@ def search(root: Path, *more: str, model: str = "m", output: str = "skip") -> in
 def test_the_folder_works_in_every_way(made):
     model = load_checkpoint(made / "m")
     config = hf_spec.SpecConfig.from_pretrained(made / "skip")
-    assert config.assistant_strategy == "layer_skip" and config.assistant_kwargs["max_draft"] == 4
+    assert (
+        config.assistant_strategy == "layer_skip"
+        and config.assistant_kwargs["num_draft_tokens"] == 4
+    )
     model.load_adapter(str(made / "skip"))
     ids = torch.tensor([[9, 8, 7, 9, 8, 7, 9, 8]])
     check_same(model, configured(config), ids, max_new_tokens=20)
@@ -79,7 +82,7 @@ def test_what_the_folder_holds(made):
     for name in paths.keys() - {"study.jsonl", "custom_generate"}:
         assert paths[name].stat().st_mode & 0o044 == 0o044, f"{name} is private"
     data = json.loads((made / "skip" / "search.json").read_text())
-    assert data["trials"] == 4 and data["identity"]["max_draft"] == 4
+    assert data["trials"] == 4 and data["identity"]["num_draft_tokens"] == 4
     assert {"argv", "torch", "optuna", "threads", "prompts_sha256"} <= data["environment"].keys()
     # Two of the three prompts are searched on, the other one is held out.
     assert data["identity"]["prompts"] == 2 and data["held_out"] == 1
@@ -99,7 +102,7 @@ def test_what_the_folder_holds(made):
 def test_other_settings_a_broken_study_no_optuna(made, monkeypatch, capsys):
     assert search(made, "--seed", "5", "--max-draft", "3") == 2
     error = capsys.readouterr().err
-    assert "max_draft was 4, now 3" in error and "seed was 0, now 5" in error
+    assert "num_draft_tokens was 4, now 3" in error and "seed was 0, now 5" in error
     assert error.startswith("hf-spec: ") and error.count("\n") == 1
     (made / "broken").mkdir()
     (made / "broken" / "study.jsonl").write_text("{}\nnothing\n")
@@ -178,7 +181,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_finds_what_is_planted(planted, ticking, tmp_path, monkeypatch):
     """Starting points skip other sublayers; only the planted ones cost nothing to leave out."""
-    work = LayerSearch(*planted, PROMPTS, tmp_path, max_new_tokens=10, max_draft=4)
+    work = LayerSearch(*planted, PROMPTS, tmp_path, max_new_tokens=10, num_draft_tokens=4)
     told: list[tuple[int, int]] = []
     bar = nullcontext(lambda done, total, note: told.append((done, total)))
     monkeypatch.setattr(layers, "progress_bar", lambda title: bar)

@@ -54,7 +54,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = AutoModelForCausalLM.from_pretrained(root / "m")
     skip = hf_spec.LayerSkipConfig(skip_attention=[1])
     get_peft_model(model, skip).save_pretrained(root / "skip")
-    hf_spec.SpecConfig("layer_skip", {"max_draft": 3}).save_pretrained(root / "skip")
+    hf_spec.SpecConfig("layer_skip", {"num_draft_tokens": 3}).save_pretrained(root / "skip")
     hf_spec.SpaceConfig(update="lora").save_pretrained(root / "tuned")
     hf_spec.SpecConfig("space").save_pretrained(root / "tuned")
     return root
@@ -131,14 +131,18 @@ def oracle(root: Path) -> list[dict[str, Any]]:
     ("more", "name", "options"),
     [
         ([], "auto", {}),
-        (["--strategy", "prompt_lookup"], "prompt_lookup", {"drafting": "always", "max_nodes": 4}),
+        (
+            ["--strategy", "prompt_lookup"],
+            "prompt_lookup",
+            {"drafting": "always", "num_draft_tokens": 4},
+        ),
         (
             ["--batch-size", "1", "--strategy-kwargs", '{"drafting": "auto", "max_nodes": 9}'],
             "prompt_lookup",
-            {"drafting": "auto", "max_nodes": 9},
+            {"drafting": "auto", "num_draft_tokens": 9},  # by its name of today
         ),
         (["--strategy", "none"], None, {}),
-        (["--adapter", "skip"], "layer_skip", {"drafting": "always", "max_draft": 3}),
+        (["--adapter", "skip"], "layer_skip", {"drafting": "always", "num_draft_tokens": 3}),
     ],
 )
 def test_rows_are_those_of_plain_generate(

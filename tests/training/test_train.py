@@ -159,10 +159,7 @@ def test_the_plain_script_does_the_same(tmp_path, monkeypatch):
         script = script.replace(name, real)
     monkeypatch.chdir(tmp_path)
     exec(script.replace("max_steps=400", "max_steps=4"), {})
-    options = as_options(
-        base, data, max_steps=4, eval_steps=4, held_out=4, served_tokens=8, markov_rank=0,
-        draft_vocab_size=0,
-    )  # fmt: skip
+    options = as_options(base, data, max_steps=4, eval_steps=4, held_out=4, served_tokens=8)
     options += ["--train-sampling-strategy", "random"]
     assert cli.main(["train", "medusa", *options, "--output", str(tmp_path / "two")]) == 0
     assert same(weights(tmp_path / "one"), weights(tmp_path / "two"))

@@ -43,6 +43,7 @@ class LayerSkipDrafter(GrowingDrafter):
     """Drafts token by token with the chosen sublayers left out."""
 
     can_sample = True
+    unused = ("tree", "max_depth")
     runs = FORWARDS
     outside = "what a drafting forward says decides whether there is another"
     options: LayerSkipOptions
@@ -75,7 +76,7 @@ class LayerSkipDrafter(GrowingDrafter):
             graphs.hold(self.learned.weights.values())
 
     def propose(self, state: DecodeState) -> Tree:
-        depth = min(self.options.max_draft, state.max_depth)
+        depth = min(self.options.most, state.max_depth)
         samples = samples_drafts(self.options, state.do_sample)
         if self.options.draft_exit != POLICY or not state.timed or samples:
             return self._chain(state, depth, samples)
@@ -148,7 +149,7 @@ class LayerSkipDrafter(GrowingDrafter):
 
     def chain(self, input_ids: Tensor) -> list[int]:
         output = self.drafting.run(
-            self.model.generate, input_ids, max_new_tokens=self.options.max_draft, do_sample=False,
+            self.model.generate, input_ids, max_new_tokens=self.options.most, do_sample=False,
             num_beams=1, assistant_strategy=None,
         )  # fmt: skip
         return output[0, input_ids.shape[1] :].tolist()

@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_spec.core.checks import choice, count, distinct_layers, number, setting
-from hf_spec.core.limits import MAX_DRAFT_TOKENS
+from hf_spec.core.checks import choice, distinct_layers, number, setting
 from hf_spec.core.memory import locked
 from hf_spec.drafting.calibration import DraftExit
-from hf_spec.drafting.options import DraftOptions
+from hf_spec.drafting.options import AUTO, DraftOptions
 
 #: Values of ``draft_exit``: the policy's exit, then those of the paper.
 POLICY = "policy"
 EXITS = (POLICY, "adaptive", "threshold", "fixed")
+#: K of the paper by default.
+MOST_DRAFTED = 12
 #: Where gamma adapts, and where there is one.
 ADAPTING = {"draft_exit": (POLICY, "adaptive")}
 GAMMA = {"draft_exit": (POLICY, "adaptive", "threshold")}
@@ -30,20 +31,21 @@ class LayerSkipOptions(DraftOptions):
         draft_exit: when to stop drafting. ``policy``: when the next token is not worth the time of
             its forward; drafts are then trees, whose size the policy chooses.
             ``adaptive`` and ``threshold`` stop after a token whose draft probability is below
-            gamma, which is adapted by eqs. (2)-(4) or fixed. ``fixed`` drafts ``max_draft`` tokens.
+            gamma, which is adapted by eqs. (2)-(4) or fixed. ``fixed`` drafts ``num_draft_tokens``.
             Under ``adaptive``, a call continues with the gamma of the previous one. ``policy`` is
             ``adaptive`` if nothing may depend on time, or if the call samples its draft tokens.
-        max_draft: K, most tokens drafted in a step.
+        num_draft_tokens: K, most tokens drafted in a step; ``auto``: 12.
         threshold: gamma, its initial value under ``adaptive`` and ``policy``.
         threshold_step: epsilon of eq. (3).
         beta1, beta2: smoothing of the acceptance rate and of gamma.
         target_acceptance: alpha, the acceptance rate that ``adaptive`` aims at.
     """
 
+    former_names = {"max_draft": "num_draft_tokens"}
+
     skip_attention: Sequence[int] | None = None
     skip_mlp: Sequence[int] | None = None
     draft_exit: str = setting(POLICY, rule=choice(*EXITS))
-    max_draft: int = setting(12, rule=count(1, MAX_DRAFT_TOKENS))
     threshold: float = setting(0.6, rule=SHARE, only=GAMMA)
     threshold_step: float = setting(0.01, rule=SHARE, only=ADAPTING)
     beta1: float = setting(0.5, rule=SHARE, only=ADAPTING)
@@ -56,6 +58,11 @@ class LayerSkipOptions(DraftOptions):
             layers = getattr(self, name)
             if layers is not None:
                 object.__setattr__(self, name, sorted(distinct_layers(name, layers)))
+
+    @property
+    def most(self) -> int:
+        """K: most tokens drafted in a step."""
+        return MOST_DRAFTED if self.num_draft_tokens == AUTO else int(self.num_draft_tokens)
 
 
 class ThresholdExit(DraftExit):
@@ -70,7 +77,7 @@ class ThresholdExit(DraftExit):
     """
 
     def __init__(self, options: LayerSkipOptions):
-        super().__init__(options.max_draft)
+        super().__init__(options.most)
         self.options = options
         self.gamma = options.threshold
         self.acceptance: float | None = None

@@ -1,6 +1,5 @@
 """``ppd``: learned prompt tokens predict the next tokens in the verifying forward (PPD)."""
 
-from hf_spec.adapters.predicting import TRAINED
 from hf_spec.methods.ppd.adapter import PPDAdapter, PPDConfig, loss
 from hf_spec.methods.ppd.drafter import PPDDrafter, PPDOptions
 from hf_spec.methods.ppd.dynamic_tree import make_dynamic_tree as make_dynamic_tree
@@ -16,7 +15,6 @@ METHOD = Method(
     objective=loss,
     needs_adapter=True,
     training={"learning_rate": 1e-2, "num_train_epochs": 8},
-    trained=TRAINED,
     num_anchors=32,
     formats="hf_spec.tools.formats.prompts",
 )

@@ -73,6 +73,7 @@ def measure_accuracies(drafter: TreeDrafter, texts: Sequence[Text]) -> Array:
     """
     distances, count = drafter.distances, 0
     hits = np.zeros((distances, RANKS))
+    ranks = RANKS if drafter.token_ids is None else min(RANKS, len(drafter.token_ids))
     for prompt, answer in texts:
         ids = torch.tensor([[*prompt, *answer]], device=drafter.model.device)
         # All predicted tokens are known at these places.
@@ -80,7 +81,7 @@ def measure_accuracies(drafter: TreeDrafter, texts: Sequence[Text]) -> Array:
         places = torch.arange(first, max(first, end), device=ids.device)
         done = 0
         for logits in drafter.future_logits(ids, places) if len(places) else ():
-            best = logits.topk(min(RANKS, logits.shape[-1])).indices.to(ids.device)
+            best = logits.topk(min(ranks, logits.shape[-1])).indices.to(ids.device)
             at = places[done : done + len(best), None] + 2
             right = ids[0][at + torch.arange(distances, device=ids.device)]
             found = (best == right[..., None]).sum(0)
@@ -350,5 +351,5 @@ def dynamic_states(model: Any, adapter: Adapter) -> TreeStates:
             "hf_spec.methods.ppd.make_dynamic_tree(model, prompts), or name another tree."
         )
     states = states_of(saved)
-    check_states(states, "dynamic_tree", model, adapter.config.num_prompt_tokens)
+    check_states(states, "dynamic_tree", model, adapter, adapter.config.num_prompt_tokens)
     return states

@@ -1,6 +1,5 @@
 """``propd``: trees whose unlikely draft tokens are pruned after the first layers (ProPD)."""
 
-from hf_spec.adapters.predicting import TRAINED
 from hf_spec.methods.propd.adapter import ProPDAdapter, ProPDConfig, loss
 from hf_spec.methods.propd.drafter import ProPDDrafter, ProPDOptions, make_drafter
 from hf_spec.methods.registry import Method
@@ -16,6 +15,5 @@ METHOD = Method(
     objective=loss,
     needs_adapter=True,
     training={"learning_rate": 3e-3, "num_train_epochs": 8},
-    trained=TRAINED,
     wraps="drafter",
 )

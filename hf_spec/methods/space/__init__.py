@@ -1,6 +1,5 @@
 """``space``: mask tokens with low-rank updates of their own (SPACE; Samragh et al., 2025)."""
 
-from hf_spec.adapters.predicting import TRAINED
 from hf_spec.methods.registry import Method
 from hf_spec.methods.space.adapter import SpaceAdapter, SpaceConfig, loss
 from hf_spec.methods.space.drafter import SpaceDrafter, SpaceOptions
@@ -15,6 +14,5 @@ METHOD = Method(
     objective=loss,
     needs_adapter=True,
     training={"num_train_epochs": 2},
-    trained={**TRAINED, "num_mask_tokens": 4},
     num_anchors=32,
 )

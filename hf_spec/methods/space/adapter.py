@@ -43,7 +43,7 @@ class SpaceConfig(PredictingConfig):
     type_name: ClassVar[str] = "SPACE"
     retired: ClassVar[Mapping[str, Any]] = {"masks": "learned"}
     num_mask_tokens: int = setting(
-        5, "k, mask tokens, each drafting one future token.", count(1, MAX_FUTURE)
+        4, "k, mask tokens, each drafting one future token.", count(1, MAX_FUTURE)
     )
     shared_mask: bool = setting(
         False, "One embedding for all mask tokens, as in the paper, instead of k."

@@ -11,7 +11,6 @@ from transformers import CompileConfig
 
 import hf_spec
 from hf_spec.adapters.active import fine_tunes
-from hf_spec.adapters.predicting import VocabularyConfig
 from hf_spec.core.checks import check_choice
 from hf_spec.drafting.options import AUTO
 from hf_spec.methods.registry import get_method, methods
@@ -130,10 +129,7 @@ def add_untrained(model: Any, adapters: Iterable[Adapter]) -> None:
     for one in adapters:
         method = get_method(one.strategy)
         assert method.adapter_config is not None
-        config = method.adapter_config(**method.trained)
-        if isinstance(config, VocabularyConfig):
-            config.set_vocabulary(model)
-        model.add_adapter(config, one.name)
+        model.add_adapter(method.adapter_config(), one.name)
         model.set_adapter([*kept, one.name])
 
 
@@ -151,7 +147,8 @@ def contenders(
     names, options, assistants = list(names), options or {}, [*dict.fromkeys(assistants)]
     result = [_baseline(adapter) for adapter in adapters if adapter.changes_model]
     for name in names:
-        given = dict(options.get(name, {}))
+        given, method = options.get(name, {}), methods().get(strategy_of(name))
+        given = dict(given) if method is None else method.today(given)
         if needs_assistant(name):
             result += _with_assistants(name, given, assistants)
         else:
@@ -171,16 +168,19 @@ def contenders(
     return result
 
 
-def contender_of(name: str, given: dict[str, Any]) -> Contender:
-    """The contender of a name with these options, without adapters and assistant; a ValueError if
-    an option is wrong."""
+def contender_of(
+    name: str, given: dict[str, Any], more: Mapping[str, Any] | None = None
+) -> Contender:
+    """The contender of a name with these options, without adapters; ``more`` are further arguments
+    of its calls, such as an assistant. A ValueError if an option is wrong."""
+    more = more or {}
     if name.startswith(STOCK):
         default = STOCK_LOOKUP_OPTIONS if name == STOCK_LOOKUP else {}
-        return Contender(name, {**default, **given}, stock=True, single_row=True)
+        return Contender(name, {**default, **given, **more}, stock=True, single_row=True)
     strategy = strategy_of(name)
     hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=given)  # checks options
     options = {"assistant_kwargs": given} if given else {}
-    return Contender(name, {"assistant_strategy": strategy, **options})
+    return Contender(name, {"assistant_strategy": strategy, **options, **more})
 
 
 def _with_assistants(

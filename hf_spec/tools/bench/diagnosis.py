@@ -84,7 +84,7 @@ def diagnose(
     made = run(model, tokenizer, prompts, [drafting, default], **settings)
     if made.interrupted:
         raise KeyboardInterrupt
-    tasks = {row["task"]: row["tau"] for row in made.runs() if row["strategy"] == drafting.name}
+    tasks = {row["task"]: row["tau"] for row in made.rows if row["strategy"] == drafting.name}
     tau, speedup = tasks.pop(ALL), made.overall(default.name)["speedup"]
     positions = made.overall(drafting.name)["stats"]["acceptance_per_position"]
     adapter = method.active_adapter(model)

@@ -1,4 +1,5 @@
-"""Shows results as a table and writes ``results.json``. Measures nothing and loads no model."""
+"""Shows results as a table and as a figure, and writes ``results.json``. Measures nothing and loads
+no model."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_spec.files import write_json
 from hf_spec.tools.bench.agreement import Agreement
-from hf_spec.tools.bench.results import BenchResult, Interval
 from hf_spec.tools.data import ALL
+
+if TYPE_CHECKING:
+    from hf_spec.tools.bench.results import BenchResult, Interval
 
 
 def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
@@ -26,23 +29,47 @@ def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1)
     return "\n".join([line(heads), line(["-" * width for width in widths]), *map(line, rows)])
 
 
-def print_table(result: BenchResult, by_task: bool = False, phases: bool = True) -> None:
-    """Print the results, with ``by_task`` of each task, with ``phases`` the share of time in each
+def described(result: BenchResult, by_task: bool = False, phases: bool = True) -> str:
+    """The results as text, with ``by_task`` of each task, with ``phases`` the share of time in each
     phase, and the notes. Intervals are left out where the terminal is too narrow for them."""
-    data = result.runs()
-    text = _table(result, data, by_task, intervals=True)
+    if not result.measurements:
+        return "\n".join(["nothing was measured", *(f"note: {note}" for note in result.notes)])
+    data = result.rows
+    measured = any(row["tau_interval"] for row in data)
+    text = _table(result, data, by_task, intervals=measured)
     if sys.stdout.isatty() and max(map(len, text.splitlines())) > shutil.get_terminal_size()[0]:
         text = _table(result, data, by_task, intervals=False)
-    print(text)
+    lines = [text]
     several = len({row["batch_size"] for row in data}) > 1
     for row in data:
         share = row["stats"].get("share")
         if phases and row["task"] == ALL and share:
             parts = ", ".join(f"{phase} {part:.0%}" for phase, part in share.items())
             size = f", batch {row['batch_size']}" if several else ""
-            print(f"time of {row['strategy']}{size}: {parts}")
-    for note in result.notes:
-        print(f"note: {note}")
+            lines.append(f"time of {row['strategy']}{size}: {parts}")
+    return "\n".join([*lines, *(f"note: {note}" for note in result.notes)])
+
+
+def plotted(result: BenchResult, axes: Any = None) -> Any:
+    """Bars of speedups over all tasks, with their intervals; see :meth:`BenchResult.plot`."""
+    from matplotlib import pyplot
+
+    rows = [row for row in result.rows if row["task"] == ALL and row["strategy"] != row["baseline"]]
+    axes = pyplot.subplots(layout="constrained")[1] if axes is None else axes
+    sizes = len({row["batch_size"] for row in rows}) > 1
+    for place, row in enumerate(rows):
+        low, high = row["speedup_interval"] or (row["speedup"], row["speedup"])
+        ends = [[max(row["speedup"] - low, 0)], [max(high - row["speedup"], 0)]]
+        axes.barh(place, row["speedup"], xerr=ends, capsize=3, color="C0")
+        axes.text(0, place, f" tau {row['tau']:.2f}", va="center", color="white")
+    names = [
+        f"{row['strategy']}, batch {row['batch_size']}" * sizes or row["strategy"] for row in rows
+    ]
+    axes.set_yticks(range(len(rows)), names)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_xlabel("tokens per second, relative to plain generate")
+    return axes
 
 
 def _table(result: BenchResult, data: list[dict[str, Any]], by_task: bool, intervals: bool) -> str:
@@ -103,5 +130,5 @@ def write_results(path: Path, result: BenchResult, environment: dict[str, Any]) 
     environment = {**environment, **{name: getattr(result, name) for name in facts}}
     names = ("strategy", "batch_size", "prompts", "seconds", "new_tokens", "row_steps")
     calls = [{name: getattr(one, name) for name in names} for one in result.measurements]
-    data = {"environment": environment, "runs": result.runs(), "calls": calls}
+    data = {"environment": environment, "runs": result.rows, "calls": calls}
     write_json(path, data)

@@ -18,6 +18,7 @@ from hf_spec.core.stats import PHASES, SpecStats
 from hf_spec.tools.bench.agreement import Agreement
 from hf_spec.tools.bench.contenders import BASELINE, Contender
 from hf_spec.tools.bench.prompts import Prompt
+from hf_spec.tools.bench.report import described, plotted
 from hf_spec.tools.data import ALL
 
 #: Share of the resampled figures that lie within an interval.
@@ -78,9 +79,19 @@ class Measurement:
         return sum(map(len, self.rows))
 
 
-@dataclass
+@dataclass(repr=False)
 class BenchResult:
-    """All measurements of a run, one per batch and contender; ``settings`` are JSON types."""
+    """What :func:`hf_spec.benchmark` and ``hf-spec bench`` have measured; ``print`` shows a table.
+
+    Attributes:
+        prompts: the prompts that were measured.
+        contenders: plain ``generate`` and the strategies, with their arguments.
+        settings: arguments of the calls, JSON types.
+        measurements: one per batch and strategy.
+        notes: what is to be known of the figures, such as prompts that were cut.
+        truncated_prompts: number of these.
+        interrupted: whether the run was ended by an interrupt, after these measurements.
+    """
 
     prompts: list[Prompt]
     contenders: list[Contender]
@@ -90,16 +101,28 @@ class BenchResult:
     truncated_prompts: int = 0
     interrupted: bool = False
 
-    def runs(self) -> list[dict[str, Any]]:
-        """The entries of ``runs`` in ``results.json``: one per batch size, strategy and task, in
-        order of appearance; task ``all`` comes last.
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The figures: a row per batch size, strategy and task, in order of appearance, where task
+        ``all`` is the last one of a strategy. ``runs`` in ``results.json`` has the same.
 
-        ``speedup`` is beside the baseline on the same prompts. ``tau`` is the number of new tokens
-        per forward pass and unfinished sequence, the prefill included. ``identical``,
-        ``diverged_at_tie`` and ``diverged`` count sequences. Under sampling ``identical`` is
-        counted at batch size 1, where all contenders draw the same random numbers; the others are
-        None if a sequence differs, and all are None in batches. ``synthetic_acceptance``: the rates
-        that drafts were accepted at, so that outputs are not the model's; else None.
+        - ``strategy``, ``task``, ``batch_size``: what was measured; ``generate`` is plain
+          ``generate``, and ``task`` the category of prompts.
+        - ``baseline``: the row's plain ``generate``, to which ``speedup`` and agreement refer.
+        - ``prompts``, ``new_tokens``, ``seconds``, ``tokens_per_second``: sequences, their new
+          tokens, wall-clock time in ``generate``, and the ratio of the two before.
+        - ``speedup``: ``tokens_per_second`` divided by that of the baseline on the same prompts.
+        - ``tau``: new tokens per forward pass and unfinished sequence, the prefill included.
+        - ``speedup_interval``, ``tau_interval``: ends of the 95% interval; None for fewer than five
+          batches.
+        - ``identical``, ``diverged_at_tie``, ``diverged``: number of sequences that equal the
+          baseline's, that differ from a tie of two tokens on, and that differ otherwise. Under
+          sampling ``identical`` is counted at batch size 1, where all draw the same random numbers;
+          the others are None if a sequence differs, and all are None in batches.
+        - ``synthetic_acceptance``: rates that drafts were accepted at, so that outputs are not the
+          model's; else None.
+        - ``stats``: a dict: the summed :class:`hf_spec.SpecStats`, and the ``share`` of time in
+          each phase; counts alone for plain ``generate`` and features of Transformers.
         """
         groups: dict[tuple[int, str, str], list[Measurement]] = {}
         for name in dict.fromkeys((item.batch_size, item.strategy) for item in self.measurements):
@@ -120,7 +143,40 @@ class BenchResult:
 
     def overall(self, strategy: str) -> dict[str, Any]:
         """The entry of a contender, by its name, over all tasks, at the last batch size."""
-        return {row["strategy"]: row for row in self.runs() if row["task"] == ALL}[strategy]
+        return {row["strategy"]: row for row in self.rows if row["task"] == ALL}[strategy]
+
+    def __str__(self) -> str:
+        return described(self, by_task=True)
+
+    def __repr__(self) -> str:
+        """The speedups in one line."""
+        rows = [row for row in self.rows if row["task"] == ALL]
+        speeds = (f"{row['strategy']}={row['speedup']:.2f}x" for row in rows)
+        return f"BenchResult({', '.join(speeds)})"
+
+    def to_pandas(self) -> Any:
+        """:attr:`rows` as a ``pandas.DataFrame``, without ``stats``.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        from pandas import DataFrame
+
+        return DataFrame(self.rows).drop(columns="stats", errors="ignore")
+
+    def plot(self, axes: Any = None) -> Any:
+        """Bars of the speedups over all tasks, with their 95% intervals.
+
+        Args:
+            axes: a matplotlib ``Axes`` to draw into; None makes a figure.
+
+        Returns:
+            The ``Axes``.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return plotted(self, axes)
 
 
 def _figures(group: Sequence[Measurement], base: Sequence[Measurement]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hf_spec.core.checks import check_count
 from hf_spec.model.packed_weights import packed_weights
 from hf_spec.tools.bench.agreement import Agreement, classify
 from hf_spec.tools.bench.contenders import BASELINE, STOCK, Contender, with_compiled
@@ -48,7 +49,7 @@ def run(
         title: of the progress bar, which counts calls, without those that prepare.
         seen: gets each measurement as it is made, before outputs are compared, instead of the bar.
     """
-    _check(prompts, contenders, batch_sizes, max_new_tokens, synthetic)
+    _check(prompts, contenders, batch_sizes, max_new_tokens, limit, synthetic)
     contenders = [BASELINE, *contenders]
     options = {"do_sample": False, **(generate_kwargs or {}), "max_new_tokens": max_new_tokens}
     prompts = spread(prompts, limit)
@@ -99,13 +100,16 @@ def run(
 
 def _check(
     prompts: Sequence[Prompt], contenders: Sequence[Contender], batch_sizes: Sequence[int],
-    max_new_tokens: int, synthetic: SyntheticRates | None,
+    max_new_tokens: int, limit: int | None, synthetic: SyntheticRates | None,
 ) -> None:  # fmt: skip
     """Raise a ValueError if there is nothing to measure, or it cannot be."""
     if not prompts:
         raise ValueError("nothing to measure: no prompts")
-    if min(batch_sizes, default=0) < 1 or max_new_tokens < 1:
-        raise ValueError("batch sizes and max_new_tokens must be at least 1")
+    numbers = {"max_new_tokens": max_new_tokens, **({} if limit is None else {"limit": limit})}
+    for name, value in numbers.items():
+        check_count(name, value)
+    for size in batch_sizes or (0,):
+        check_count("batch_size", size)
     stock = [item.name for item in contenders if item.name.startswith(STOCK)]
     if synthetic and stock:
         raise ValueError(f"{stock[0]} accepts by itself, not by {OPTION}: leave it out")

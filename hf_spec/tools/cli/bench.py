@@ -15,9 +15,11 @@ DEFAULT_BACKEND = "inductor"
 Strategies = Annotated[
     str | None,
     Option(
+        "--strategies",
+        "--strategy",
         help="Comma-separated: names of 'hf-spec strategies', transformers:prompt_lookup, "
         "transformers:assisted; NAME:LABEL for a strategy with options of its own.  [default: "
-        "those of the adapters, draft_model with --assistant, else prompt_lookup]"
+        "those of the adapters, draft_model with --assistant, else prompt_lookup]",
     ),
 ]
 Assistants = Annotated[list[str] | None, Option(help="Smaller model that drafts; repeatable.")]

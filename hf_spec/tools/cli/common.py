@@ -17,7 +17,7 @@ from typer import Exit, echo
 from typer.core import TyperCommand
 
 from hf_spec.core.checks import check_choice, install_extra
-from hf_spec.tools.loading import Adapter
+from hf_spec.tools.loading import Adapter, check_adapter
 
 #: Value of ``--strategy`` for plain ``generate``.
 NO_STRATEGY = "none"
@@ -29,6 +29,11 @@ class Command(TyperCommand):
     """A command that works with the library; its help does not."""
 
     def invoke(self, ctx: Any) -> Any:
+        for name in ("folder", "adapter"):  # what a JSON file is enough to refuse
+            value = ctx.params.get(name)
+            for place in value if isinstance(value, list) else [value]:
+                if place is not None:
+                    check_adapter(str(place), folder=name == "folder")
         load_library()
         return super().invoke(ctx)
 
@@ -92,9 +97,9 @@ def show_results(
     target = output / "results.json"
     report.write_results(target, result, environment)
     if as_json:
-        echo(json.dumps(result.runs(), indent=1))
+        echo(json.dumps(result.rows, indent=1))
     else:
-        report.print_table(result, by_task, phases)
+        echo(report.described(result, by_task, phases))
         echo(f"results: {target}")
     if result.interrupted:
         raise Exit(INTERRUPTED)

@@ -71,7 +71,7 @@ def demo(
     environment = environment_of(loaded, model or "demo model", None)
     show_results(result, environment, output, phases=False)
     echo("speedup: of tokens/s beside generate; tau: tokens per forward pass of the model")
-    rows = [row for row in result.runs() if row["task"] == ALL]
+    rows = [row for row in result.rows if row["task"] == ALL]
     if any(row["diverged"] for row in rows):
         raise ValueError("an output differs from plain generate's other than at a tie")
     ties = sum(row["diverged_at_tie"] for row in rows)

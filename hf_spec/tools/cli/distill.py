@@ -24,14 +24,17 @@ Limit = Annotated[
     int | None,
     Option(
         min=1,
-        help=f"Prompts at most, over all categories; {OWN:,} if the model writes them.",
+        help=f"Maximum number of prompts, spread evenly over categories; {OWN:,} if the model "
+        "writes them.",
     ),
 ]
 Strategy = Annotated[
     str | None,
     Option(
+        "--strategy",
+        "--strategies",
         help="One of 'hf-spec strategies'; none: plain generate; auto: what fits the model.  "
-        "[default: that of the adapter, else auto]"
+        "[default: that of the adapter, else auto]",
     ),
 ]
 Adapter = Annotated[str | None, Option(help="The strategy's adapter, folder or repository.")]
@@ -45,7 +48,7 @@ def distill(
     max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[int, Option(min=1, help="Prompts generated together.")] = 8,
     strategy: Strategy = None,
-    strategy_kwargs: Annotated[str | None, Option(help="The strategy's options, JSON.")] = None,
+    strategy_kwargs: opt.Kwargs = None,
     adapter: Adapter = None,
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
@@ -159,6 +162,7 @@ def _summary(made: dict[str, Any], output: Path) -> str:
 def _contender(strategy: str | None, options: str | None, adapter: str | None) -> tuple[Any, Any]:
     """The contender that generates, None for what fits the model, and the adapters to load."""
     from hf_spec.drafting.options import AUTO
+    from hf_spec.methods.registry import get_method
     from hf_spec.tools.bench import contenders as lineup
     from hf_spec.tools.training import distill as work
 
@@ -172,7 +176,8 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
                 raise ValueError(f"{option} needs the name of a strategy: give --strategy")
         return (lineup.BASELINE if name is None else None), []
     own = work.LOOKUP_OPTIONS if name == DEFAULT_STRATEGY else {}
-    given = {**work.OPTIONS, **own, **opt.json_object("--strategy-kwargs", options)}
+    asked = get_method(str(name)).today(opt.kwargs_of(str(name), options))
+    given = {**work.OPTIONS, **own, **asked}
     *tuned, contender = lineup.contenders([name], {name: given}, adapters)
     if tuned or contender.lossy:
         what = f"adapter {adapter!r}" if tuned else "acceptance='typical'"

@@ -10,7 +10,7 @@ from typer import Option, echo
 
 from hf_spec.tools.cli import options as opt
 from hf_spec.tools.cli.common import load_library
-from hf_spec.tools.loading import NATIVE, chosen_device, load_model, read_adapters
+from hf_spec.tools.loading import NATIVE, check_adapter, chosen_device, load_model, read_adapters
 
 
 def doctor(
@@ -42,6 +42,9 @@ def doctor(
       hf-spec doctor --model M --adapter ./medusa --prompts P.jsonl
       hf-spec doctor --model M --adapter ./medusa --no-measure --json
     """
+    for place in adapter or ():
+        check_adapter(place)  # before PyTorch is loaded
+
     import torch
 
     import hf_spec

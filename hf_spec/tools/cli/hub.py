@@ -119,7 +119,9 @@ def import_(
     ] = None,
     config: Annotated[
         str | None,
-        Option(help="Fields of its config that the files lack or have wrong: a JSON object."),
+        Option(
+            help="Fields of the adapter's config, a JSON object; they replace what the files say."
+        ),
     ] = None,
     strategy_kwargs: opt.StoredKwargs = None,
 ) -> None:
@@ -145,12 +147,12 @@ def import_(
     """
     from hf_spec.tools.hub import transfer as work
 
-    options = opt.json_object("--strategy-kwargs", strategy_kwargs)
     given = opt.json_object("--config", config)
     if kind is None:
         kind, path = work.recognized(file)
     else:
         path = work.find_published(file, work.importable(kind)[1].wants)
+    options = opt.kwargs_of(kind, strategy_kwargs)
     echo(f"adapter: {work.import_adapter(path, kind, model, output, options, given)}")
     echo(f"try: hf-spec doctor --model {quote(model)} --adapter {quote(str(output))}")
 

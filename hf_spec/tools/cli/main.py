@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_spec.core.checks import first_line
+from hf_spec.core.checks import first_line, nearest
 from hf_spec.tools.cli.bench import bench
 from hf_spec.tools.cli.common import BAD_INPUT, INTERRUPTED, Command
 from hf_spec.tools.cli.demo import demo
@@ -106,6 +106,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's: wrong usage, or no arguments
             message = error.format_message().strip()
+            if others := getattr(error, "possibilities", None):
+                name = getattr(error, "option_name", "")
+                message = f"No such option: {name}{nearest(name, others)}"
             if message.startswith("Usage:"):
                 print(message)
             elif message:

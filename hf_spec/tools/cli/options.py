@@ -57,10 +57,13 @@ NewTokens = Annotated[int, Option(min=1, help="New tokens per prompt.")]
 Output = Annotated[Path, Option("--output", "-o", help="Folder to write.")]
 Adapters = Annotated[list[str] | None, Option(help="Adapter folder or repository; repeatable.")]
 KwargsByName = Annotated[
-    list[str] | None, Option(help="Options of a strategy, NAME=JSON; repeatable.")
+    list[str] | None,
+    Option(help="Options of a strategy, NAME=JSON, or JSON if there is only one; repeatable."),
 ]
+Kwargs = Annotated[str | None, Option(help="Options of the strategy, JSON or NAME=JSON.")]
 StoredKwargs = Annotated[
-    str | None, Option(help="Options of the strategy, a JSON object; stored with the adapter.")
+    str | None,
+    Option(help="Options of the strategy, JSON or NAME=JSON; stored with the adapter."),
 ]
 Seed = Annotated[int, Option(help="Seed of the sampling, or of the search.")]
 DoSample = Annotated[bool, Option("--do-sample", help="Sample instead of greedy decoding.")]
@@ -98,10 +101,14 @@ def whole_numbers(option: str, text: str) -> list[int]:
 
 
 def parse_kwargs(texts: Iterable[str], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Strategy options by name, from texts such as ``prompt_lookup={"max_ngram": 3}``; a ValueError
-    names one of another form, or of a strategy that does not take part."""
+    """Strategy options by name, from texts such as ``prompt_lookup={"max_ngram": 3}``, of which the
+    name may be left out where there is only one; a ValueError names one of another form, or of a
+    strategy that does not take part."""
     result: dict[str, dict[str, Any]] = {}
     for text in texts:
+        if len(names) == 1 and text.lstrip().startswith("{"):
+            result.setdefault(names[0], {}).update(json_object("--strategy-kwargs", text))
+            continue
         name = next((name for name in names if text.startswith(f"{name}=")), None)
         if name is None:
             raise ValueError(
@@ -111,6 +118,11 @@ def parse_kwargs(texts: Iterable[str], names: Sequence[str]) -> dict[str, dict[s
         options = json_object(f"--strategy-kwargs {text!r}", text[len(name) + 1 :])
         result.setdefault(name, {}).update(options)
     return result
+
+
+def kwargs_of(name: str, text: str | None) -> dict[str, Any]:
+    """Options of the only strategy, from a text that :func:`parse_kwargs` takes."""
+    return parse_kwargs([] if text is None else [text], [name]).get(name, {})
 
 
 def json_object(option: str, text: str | None) -> dict[str, Any]:

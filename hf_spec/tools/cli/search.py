@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from typer import Option, echo
 
+from hf_spec.core.limits import MAX_DRAFT_TOKENS
 from hf_spec.tools.cli import options as opt
 from hf_spec.tools.cli.common import check_writable, explained_interrupt, require
 from hf_spec.tools.loading import NATIVE, load_model
@@ -24,7 +25,16 @@ def search(
     ] = None,
     max_new_tokens: Annotated[int, Option(min=2, help="New tokens per prompt.")] = 64,
     dtype: opt.Dtype = NATIVE,
-    max_draft: Annotated[int, Option(min=1, help="K, most tokens drafted per step.")] = 12,
+    num_draft_tokens: Annotated[
+        int,
+        Option(
+            "--num-draft-tokens",
+            "--max-draft",
+            min=1,
+            max=MAX_DRAFT_TOKENS,
+            help="K, most tokens drafted in a step.",
+        ),
+    ] = 12,  # fmt: skip
     seed: opt.Seed = 0,
     device: opt.Device = None,
     threads: opt.Threads = None,
@@ -57,7 +67,7 @@ def search(
     with writing(output), explained_interrupt("the same command continues the search"):
         work = LayerSearch(
             loaded, tokenizer, chosen, output,
-            max_new_tokens=max_new_tokens, max_draft=max_draft, seed=seed,
+            max_new_tokens=max_new_tokens, num_draft_tokens=num_draft_tokens, seed=seed,
         )  # fmt: skip
         work.search(trials)
         choice, finalists, bench = work.confirm(others or chosen)
@@ -89,7 +99,7 @@ def _write(
     environment = environment_of(work.model, model, prompts)
     config_class: Any = get_method(STRATEGY).adapter_config
     with attached(work.model, config_class(**choice)) as peft_model:  # which has no weights
-        save_adapter(peft_model, output, STRATEGY, {"max_draft": work.max_draft})
+        save_adapter(peft_model, output, STRATEGY, {"num_draft_tokens": work.num_draft_tokens})
     row: dict[str, Any] = bench.overall(STRATEGY)
     data = {
         "environment": {**environment, "optuna": package_version("optuna")},

@@ -17,11 +17,18 @@ def serve(
     adapter: opt.Adapters = None,
     strategy: Annotated[
         str | None,
-        Option(help="For requests that name none; or auto, or none.  [default: the adapter's]"),
+        Option(
+            "--strategy",
+            "--strategies",
+            help="For requests that name none; or auto, or none.  [default: the adapter's]",
+        ),
     ] = None,
     do_sample: Annotated[
         bool | None,
-        Option("--do-sample/--greedy", help="Whether requests sample.  [default: model's]"),
+        Option(
+            "--do-sample/--greedy",
+            help="Sampling or not, where the temperature is not 0.  [default: the model's]",
+        ),
     ] = None,
 ) -> None:
     """Run 'transformers serve' with adapters and a strategy.

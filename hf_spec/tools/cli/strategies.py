@@ -9,6 +9,8 @@ from typer import echo
 
 from hf_spec.tools.cli import options as opt
 
+#: What ``auto`` takes, in its order.
+AUTO_TAKES = "assistant_model, the active adapter, the checkpoint's MTP layers, prompt_lookup"
 #: The name and the summary of a method, where its module defines it.
 METHOD = re.compile(r'^METHOD = Method\(\s*name="(.+)",\s*summary="(.+)",$', re.MULTILINE)
 
@@ -30,7 +32,7 @@ def strategies(as_json: opt.AsJson = False) -> None:
     width = max(map(len, known), default=0)
     for name, line in known.items():
         echo(f"{name:{width}}  {line}")
-    echo(f"{'auto':{width}}  what fits the model: mtp, its active adapter, or prompt_lookup")
+    echo(f"{'auto':{width}}  the first that there is: {AUTO_TAKES}")
 
 
 def _summaries() -> dict[str, str]:

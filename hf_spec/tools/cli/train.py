@@ -38,16 +38,18 @@ def train(
         ),
     ] = None,  # fmt: skip
     model: Annotated[
-        str | None, Option(help="Base model: a folder, or a repository on the Hub. Needed.")
+        str | None, Option(help="Base model: a folder, or a repository on the Hub.  [required]")
     ] = None,
     data: Annotated[
         str | None,
         Option(
             help="Folder of 'hf-spec distill', or prompts with answers, or ids: a file, a folder, "
-            f"or {opt.BY_NAME}. Needed."
+            f"or {opt.BY_NAME}.  [required]"
         ),
     ] = None,
-    output: Annotated[Path | None, Option("--output", "-o", help="Adapter folder. Needed.")] = None,
+    output: Annotated[
+        Path | None, Option("--output", "-o", help="Adapter folder.  [required]")
+    ] = None,
     adapter: Annotated[Path | None, Option(help="Adapter to go on from.")] = None,
     strategy_kwargs: opt.StoredKwargs = None,
     resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
@@ -98,7 +100,7 @@ def train(
         arguments["use_cpu"] = True  # the Trainer takes an accelerator if there is one
     # Invalid values are refused before anything is loaded.
     adapter_config = given.config_of(chosen, config, adapter)
-    options = opt.json_object("--strategy-kwargs", strategy_kwargs)
+    options = opt.kwargs_of(method, strategy_kwargs)
     chosen.parse_options(options)
     given.spec_arguments(chosen, output, adapter_config, **arguments)
     check_writable(output)
@@ -177,7 +179,7 @@ def _described(method: Any) -> list[tuple[str, str]]:
         default = factory() if field.default is dataclasses.MISSING else field.default
         text = field.metadata.get("help", "")
         if "Default" not in text:
-            text += f" [default: {dict(method.trained).get(name, default)}]"
+            text += f" [default: {default}]"
         found.append((_option(name), text))
     return found
 

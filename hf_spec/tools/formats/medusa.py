@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
-from hf_spec.tools.formats.tables import Files, Reader
+from hf_spec.tools.formats.tables import AS_IN_PAPERS, Files, Reader
 
 #: Names of tensors of head k, from 0, and its block j, for patterns below; of L blocks, ``k.L`` is
 #: the projection. They may be behind ``medusa_head.``, ``medusa_heads.`` or ``medusa.``.
@@ -77,7 +77,8 @@ def convert(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
         keys = [(head, 0) for head in range(heads)]
         result[PROJECTION] = _stacked("projection", projections, keys, (vocab, hidden))
     projection = "shared" if shared else "own"
-    return {"num_heads": heads, "num_layers": layers, "projection": projection}, result
+    fields = {"num_heads": heads, "num_layers": layers, "projection": projection}
+    return {**fields, **AS_IN_PAPERS}, result
 
 
 def _by_kind(

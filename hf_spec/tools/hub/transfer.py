@@ -263,10 +263,7 @@ def exporter(folder: Path, form: str) -> Writer:
     writers = formats_of(method, "WRITERS")
     if form not in writers:
         if not writers:
-            raise ValueError(
-                f"adapters of {method.name!r} cannot be exported: hf_spec writes them in no other "
-                "program's format"
-            )
+            raise ValueError(f"adapters of {method.name!r} cannot be exported to other programs")
         formats = ", ".join(writers)
         raise ValueError(f"adapters of {method.name!r} can be exported to {formats}, not {form!r}")
     return writers[form]

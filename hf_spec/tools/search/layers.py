@@ -86,23 +86,23 @@ class LayerSearch:
     interrupted and continued, with the same settings.
 
     Args:
-        max_draft: K, most tokens drafted per step.
+        num_draft_tokens: K, most tokens drafted per step.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, prompts: Sequence[Prompt], folder: Path, *,
-        max_new_tokens: int = 64, max_draft: int = 12, seed: int = 0,
+        max_new_tokens: int = 64, num_draft_tokens: int = 12, seed: int = 0,
     ):  # fmt: skip
         if not prompts:
             raise ValueError("nothing to search on: no prompts")
         self.model, self.tokenizer = model, tokenizer
-        self.max_new_tokens, self.max_draft = max_new_tokens, max_draft
+        self.max_new_tokens, self.num_draft_tokens = max_new_tokens, num_draft_tokens
         self.sublayers = skippable(model)
         self.ids, _ = encode_prompts(model, tokenizer, prompts, max_new_tokens)
         self.study = open_study(folder, seed)
         texts = json.dumps([prompt.full_text for prompt in prompts])
         identity = {
-            "max_new_tokens": max_new_tokens, "max_draft": max_draft, "seed": seed,
+            "max_new_tokens": max_new_tokens, "num_draft_tokens": num_draft_tokens, "seed": seed,
             "model_fingerprint": fingerprint(model), "prompts": len(prompts),
             "prompts_sha256": hashlib.sha256(texts.encode()).hexdigest(), **device_of(model),
         }  # fmt: skip
@@ -164,7 +164,7 @@ class LayerSearch:
 
     def contender(self, choice: Choice, name: str = STRATEGY, **options: Any) -> Contender:
         """A choice as a contender of benchmarks."""
-        kwargs = {**choice, "max_draft": self.max_draft, **options}
+        kwargs = {**choice, "num_draft_tokens": self.num_draft_tokens, **options}
         return contender_of(name, kwargs)
 
     def ranked(self, count: int) -> list[Any]:

@@ -6,5 +6,6 @@ PEFT.
 
 from hf_spec.tools.training.anchors import AnswerDataset, collate
 from hf_spec.tools.training.dataset import read_answers, split
+from hf_spec.tools.training.vocabulary import set_vocabulary
 
-__all__ = ["AnswerDataset", "collate", "read_answers", "split"]
+__all__ = ["AnswerDataset", "collate", "read_answers", "set_vocabulary", "split"]

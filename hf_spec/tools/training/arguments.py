@@ -13,7 +13,6 @@ from transformers import TrainingArguments
 
 from hf_spec.adapters.checkpoint import WEIGHTS
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.predicting import VocabularyConfig
 from hf_spec.core.checks import check_count, check_range, explained, nearest, said_of, setting
 from hf_spec.methods.registry import Method, methods
 from hf_spec.tools.loading import BROKEN
@@ -107,19 +106,13 @@ def added_fields(kind: Any, base: Any) -> dict[str, dataclasses.Field[Any]]:
     return found
 
 
-def config_of(
-    method: Method, fields: dict[str, Any], start: Path | None = None, model: Any = None
-) -> Any:
-    """The config of a new adapter, with fields that the user sets and, for a model, the size of its
-    vocabulary; or that of a trained adapter from which training goes on. A ValueError if that
-    cannot be trained on, or if fields change others than `OF_TRAINING` and learning rates."""
+def config_of(method: Method, fields: dict[str, Any], start: Path | None = None) -> Any:
+    """The config of a new adapter, with fields that the user sets; or that of a trained adapter
+    from which training goes on. A ValueError if that cannot be trained on, or if fields change
+    others than `OF_TRAINING` and learning rates."""
     assert method.adapter_config is not None
     if start is None:
-        new = method.adapter_config(**{**method.trained, **fields})
-        sized = isinstance(new, VocabularyConfig) and "draft_vocab_size" not in fields
-        if sized and model is not None:
-            new.set_vocabulary(model)
-        return new
+        return method.adapter_config(**fields)
     with explained(f"cannot read adapter {str(start)!r}", *BROKEN):
         config: Any = PeftConfig.from_pretrained(str(start))
     if type(config) is not method.adapter_config:

@@ -45,7 +45,7 @@ OPTIONS = {"drafting": "always"}
 #: Settings that are arguments of ``generate``; None is the model's own number.
 ARGUMENTS = ("do_sample", "max_new_tokens", "temperature", "top_k", "top_p")
 #: Options of prompt lookup: in a batch, a few draft tokens per sequence fill a step.
-LOOKUP_OPTIONS = {"max_nodes": 4}
+LOOKUP_OPTIONS = {"num_draft_tokens": 4}
 
 
 class AnswerFolder:

@@ -10,12 +10,8 @@ from transformers import set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_spec.adapters.active import require_active
 from hf_spec.adapters.base_model import fingerprint
-from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import VOCABULARY, vocab_size
 from hf_spec.decoding.selfcheck import check_tree_forward
-from hf_spec.drafting.draft_vocabulary import common_tokens
 from hf_spec.files import write_json, writing
 from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.support import check_model
@@ -35,6 +31,7 @@ from hf_spec.tools.training.dataset import split
 from hf_spec.tools.training.evaluation import EvalDecoding
 from hf_spec.tools.training.kept_states import kept_states
 from hf_spec.tools.training.sharded import gathered
+from hf_spec.tools.training.vocabulary import set_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +50,6 @@ def check_lengths(rows: Any, max_length: int) -> None:
         raise ValueError(f"{message}: raise it, or give longer answers")
     if short:
         logger.warning(message)
-
-
-def set_vocabulary(adapter: Adapter, model: Any, answers: Sequence[Sequence[int]]) -> None:
-    """Set the vocabulary of an adapter that has its own to the commonest tokens of the answers."""
-    tokens = adapter.tensors().get(VOCABULARY)
-    if tokens is not None:
-        common = common_tokens(answers, len(tokens), vocab_size(model))
-        adapter.set_vocabulary(common, model)
 
 
 def train(
@@ -100,7 +89,7 @@ def train(
             check_model(model)
             check_tree_forward(model, "training")
             set_seed(arguments.get("seed", 0))
-            adapter_config = config_of(method, config, start, model)
+            adapter_config = config_of(method, config, start)
             trains_base = adapter_config.trains_base
             args = spec_arguments(method, folder, adapter_config, **arguments)
             training_rows, held_out_rows = split(rows, args.held_out)
@@ -113,9 +102,8 @@ def train(
             )
             for name in base:
                 model.get_parameter(name).requires_grad_(True)
-            adapter = require_active(model, adapter_config.type_name, method.name)
             if start is None:
-                set_vocabulary(adapter, model, training_rows["answer_ids"])
+                set_vocabulary(model, training_rows["answer_ids"])
         trainer = _trainer(peft_model, args, method, options, training_rows, held_out_rows)
         for callback in callbacks:
             trainer.add_callback(callback)

@@ -230,7 +230,7 @@ class SpecTrainer(Trainer):
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self.eval_decoding is not None:
             stats = self._decode(self.eval_decoding, time.monotonic() - began)
-            output.metrics[f"{metric_key_prefix}_tau"] = stats.mean_accepted_tokens
+            output.metrics[f"{metric_key_prefix}_tau"] = stats.tau
             for depth, rate in enumerate(stats.acceptance_per_position, start=1):
                 output.metrics[f"{metric_key_prefix}_acceptance_{depth}"] = rate
         self._evaluation = time.monotonic() - began

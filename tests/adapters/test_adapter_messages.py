@@ -1,0 +1,46 @@
+"""What is said of adapters that are there, but not those that are asked for."""
+
+from pathlib import Path
+
+import pytest
+from conftest import Tiny, prompt
+from peft import get_peft_model
+from running import drafting
+
+import hf_spec
+
+
+def test_another_adapter_is_active(fresh: Tiny) -> None:
+    model = fresh("llama")
+    model.add_adapter(hf_spec.MedusaConfig(num_heads=2))
+    with pytest.raises(ValueError, match="type EAGLE3: MEDUSA is active: name 'medusa', or 'auto'"):
+        model.generate(prompt(), max_new_tokens=3, **drafting("eagle3"))
+    model.disable_adapters()
+    with pytest.raises(ValueError, match="type EAGLE3: load one with"):
+        model.generate(prompt(), max_new_tokens=3, **drafting("eagle3"))
+
+
+def test_a_name_that_is_taken(fresh: Tiny, tmp_path: Path) -> None:
+    get_peft_model(fresh("llama"), hf_spec.MedusaConfig(num_heads=2)).save_pretrained(tmp_path)
+    model = fresh("llama")
+    model.load_adapter(tmp_path)
+    with pytest.raises(ValueError, match="named 'default': give this .*adapter_name='medusa'"):
+        model.load_adapter(tmp_path)
+    model.load_adapter(tmp_path, adapter_name="medusa")
+
+
+def test_fields_that_there_are_not() -> None:
+    with pytest.raises(ValueError) as refusal:
+        hf_spec.MedusaConfig(heads=3)
+    message = "MedusaConfig has no field 'heads' (did you mean 'num_heads'?)."
+    assert str(refusal.value) == message  # nothing of files
+
+
+def test_a_folder_that_is_no_adapter_s(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="the folder has no generation_config.json, so that it is no"):
+        hf_spec.SpecConfig.from_pretrained(tmp_path)
+
+
+def test_what_is_no_method() -> None:
+    with pytest.raises(ValueError, match=r"register_method\('x'\): give a hf_spec.Method"):
+        hf_spec.register_method("x")  # type: ignore[arg-type]
