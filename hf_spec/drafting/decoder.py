@@ -249,6 +249,8 @@ class DecoderNetwork:
         self._kind, self._rotary = self.config.layer_type, adapter.rotary(self.device)
         for layer in adapter.layers:
             layer.self_attn.config._attn_implementation = attention_beside(model)
+            # Layers that compute activations anew leave the cache out.
+            layer.gradient_checkpointing = False
         base = model.get_input_embeddings()
         self._place, self._embed = placement(model).device, base
         if self.config.embedding_scale is not None:
