@@ -12,7 +12,14 @@ import torch
 from adapter_oracle import randomise
 from conftest import Tiny, prompt, ragged
 from covering import covering
-from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from running import drafting
 from safetensors import safe_open
 from torch import nn
@@ -20,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec.adapters.active import find_active
+from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.markov_head import MarkovHead
@@ -279,6 +287,42 @@ def test_merging_the_lora(fresh, tmp_path, ours_first):
     alone = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     alone.load_adapter(folder)
     assert tokens(alone, "medusa") == tokens(alone) == expected
+
+
+#: Of PEFT's types, what a tiny model needs; None for those that do not run on one: they put tokens
+#: into the prompt, need numbers of tasks, a layout or a library of their own, or no cache.
+FIELDS: dict[str, dict[str, Any] | None] = {
+    **dict.fromkeys(
+        (
+            "ADAMSS", "ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "POLY",
+            "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA",
+        )
+    ),
+    "ADALORA": {"total_step": 10}, "C3A": {"block_size": 8}, "FOURIERFT": {"n_frequency": 10},
+    "IA3": {"feedforward_modules": []}, "OFT": {"oft_block_size": 8}, "ROAD": {"group_size": 8},
+    "TRAINABLE_TOKENS": {"token_indices": [3, 5], "target_modules": ["embed_tokens"]},
+    "VBLORA": {"vector_length": 8}, "WAVEFT": {"n_frequency": 10},
+}  # fmt: skip
+TYPES = sorted(
+    str(getattr(kind, "value", kind)) for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
+    if not issubclass(config, SpecPeftConfig)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if FIELDS.get(kind, {}) is not None])
+def test_every_type_of_peft_after_a_drafter(shallow, kind):
+    """Some types compare fields of theirs with those of every config on the model."""
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    fields = {"target_modules": ["q_proj", "v_proj"], **(FIELDS.get(kind) or {})}
+    if "r" in config_class.__dataclass_fields__ and kind != "OFT":
+        fields["r"] = 4
+    model: Any = shallow("llama", layers=2)
+    ours = hf_spec.MedusaConfig(num_heads=2, inference_mode=True)  # as one that is loaded
+    adapter_oracle.added(model, ours, "ours")
+    tuned = get_peft_model(model, config_class(task_type="CAUSAL_LM", **fields), "theirs").eval()
+    assert set(model.peft_config) == {"ours", "theirs"}
+    expected = tokens(tuned, input_ids=prompt(9))
+    assert tokens(tuned, "medusa", input_ids=prompt(9)) == expected
 
 
 # -------------------------------------------------------------------------- resized vocabularies

@@ -61,9 +61,11 @@ def test_flags_stay_for_others(fresh: Tiny) -> None:
 
     thread = threading.Thread(target=forward)
     thread.start()
-    tokens(model, "prompt_lookup")
-    asked.set()
-    thread.join()
+    try:
+        tokens(model, "prompt_lookup")
+    finally:
+        asked.set()
+        thread.join()
     assert found and all(found)
 
 
