@@ -290,12 +290,13 @@ def test_merging_the_lora(fresh, tmp_path, ours_first):
 
 
 #: Of PEFT's types, what a tiny model needs; None for those that do not run on one: they put tokens
-#: into the prompt, need numbers of tasks, a layout or a library of their own, or no cache.
+#: into the prompt, need numbers of tasks, a layout or a library of their own, or no cache, or are
+#: refused.
 FIELDS: dict[str, dict[str, Any] | None] = {
     **dict.fromkeys(
         (
-            "ADAMSS", "ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "POLY",
-            "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA",
+            "ADAMSS", "ADAPTION_PROMPT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING",
+            "POLY", "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA",
         )
     ),
     "ADALORA": {"total_step": 10}, "C3A": {"block_size": 8}, "FOURIERFT": {"n_frequency": 10},
