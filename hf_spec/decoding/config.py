@@ -11,9 +11,10 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_spec.core.checks import check_names, first_line
+from hf_spec.adapters.repo_files import GENERATION
+from hf_spec.core.checks import UNFIT, check_names, explained, first_line
 from hf_spec.drafting.options import AUTO, DraftOptions
-from hf_spec.files import is_path
+from hf_spec.files import is_path, read_json
 from hf_spec.methods.registry import get_method
 
 logger = logging.getLogger(__name__)
@@ -104,8 +105,12 @@ class SpecConfig(GenerationConfig):
             raise FileNotFoundError(
                 f"cannot read a SpecConfig from {name!r}: there is no such folder"
             )
+        file = Path(name, kwargs.get("config_file_name") or GENERATION)
+        if file.is_file():
+            read_json(file)  # which says what is wrong with it
         try:
-            return super().from_pretrained(pretrained_model_name, *args, **kwargs)
+            with explained(f"cannot read a SpecConfig from {name!r}", ValueError, *UNFIT):
+                return super().from_pretrained(pretrained_model_name, *args, **kwargs)
         except OSError as error:
             if Path(name).exists():
                 raise

@@ -22,10 +22,12 @@ from hf_spec.adapters.module import Adapter
 from hf_spec.adapters.predicting import VocabularyConfig, vocab_size
 from hf_spec.core.checks import (
     SHARE,
+    UNFIT,
     check_range,
     choice,
     count,
     distinct_layers,
+    explained,
     number,
     setting,
 )
@@ -119,6 +121,8 @@ class DecoderConfig(VocabularyConfig):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         self.check_mask(model)
+        with torch.device("cpu"), explained(f"rope_parameters={self.rope_parameters!r}", *UNFIT):
+            self.layer_type.rotary(self.layer_config())
         if not self.layers or max(self.layers) > count:
             raise ValueError(
                 f"layers={self.layers}: the model has {count} layers, whose hidden states are "
@@ -170,7 +174,8 @@ class DecoderConfig(VocabularyConfig):
         kind = self.layer_type
         fields = {name: getattr(self, name) for name in (*self.of_layers, *kind.own)}
         fields["rope_parameters"] = dict(self.rope_parameters or DEFAULT_ROPE)
-        return kind.config(fields, self.num_layers)
+        with explained(f"rope_parameters={self.rope_parameters!r}", *UNFIT):
+            return kind.config(fields, self.num_layers)
 
 
 def _check_rope(given: Any) -> None:

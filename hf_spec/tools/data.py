@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from hf_spec.core.checks import explained
+from hf_spec.core.checks import explained, first_line
 
 DEFAULT_CATEGORY = "default"
 #: Name of all categories together.
@@ -149,9 +149,11 @@ def parse_json(place: str, text: str, hint: str = "") -> Any:
     """What a text of JSON says; a ValueError begins with its place."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if "\n" in text.rstrip() else ""
-        reason = f"{error.msg} at {line}column {error.colno}"
+    except (ValueError, RecursionError) as error:  # numbers may be too long, too
+        reason = first_line(error)
+        if isinstance(error, json.JSONDecodeError):
+            line = f"line {error.lineno}, " if "\n" in text.rstrip() else ""
+            reason = f"{error.msg} at {line}column {error.colno}"
         raise ValueError(f"{place}: not JSON ({reason}){hint and f': {hint}'}") from error
 
 

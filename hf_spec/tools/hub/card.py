@@ -16,7 +16,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from hf_spec.core.checks import INSTALL
+from hf_spec.core.checks import INSTALL, explained, names_its_files
 from hf_spec.drafting.options import ACCEPTANCE_RULES
 from hf_spec.files import read_json, write_atomically
 from hf_spec.methods.registry import Method
@@ -30,10 +30,11 @@ METADATA = re.compile(r"\A\s*---\n.*?\n---\s*\n", re.DOTALL)
 PEFT_VERSION = re.compile(r"(### Framework versions\s+)?^- PEFT \S+$", re.MULTILINE)
 
 
+@names_its_files
 def render_card(folder: Path, repository: str | None = None, base_model: str | None = None) -> str:
     """The text of a card, with the adapter's name on the Hub and that of its base model; by default
     the folder's name, and what ``adapter_config.json`` says."""
-    from huggingface_hub import ModelCard, ModelCardData
+    from huggingface_hub import ModelCardData
 
     method, options = read_spec_config(folder)
     adapter = read_json(folder / CONFIG)
@@ -51,7 +52,7 @@ def render_card(folder: Path, repository: str | None = None, base_model: str | N
         source = files("hf_spec.hub_cards") / "training.md"
         trained = _render(source, training=training, distances=list(distances))
     acceptance = method.parse_options(options).acceptance
-    card = ModelCard.from_template(
+    card = _filled(
         ModelCardData(
             base_model=base_model if public else None, library_name="peft",
             pipeline_tag="text-generation", tags=["hf_spec", "speculative-decoding", method.name],
@@ -97,10 +98,23 @@ def write_card(folder: Path, repository: str | None = None, base_model: str | No
     return folder / CARD
 
 
-def _render(source: Traversable, **values: Any) -> str:
-    from jinja2 import Template
+#: What is wrong with records where a template asks for more.
+_NOT_THERE = "what was recorded of the adapter does not fit its card"
 
-    return Template(source.read_text(encoding="utf-8")).render(**values).strip()
+
+def _filled(data: Any, **values: Any) -> Any:
+    from huggingface_hub import ModelCard
+    from jinja2 import TemplateError
+
+    with explained(_NOT_THERE, TemplateError):
+        return ModelCard.from_template(data, **values)
+
+
+def _render(source: Traversable, **values: Any) -> str:
+    from jinja2 import Template, TemplateError
+
+    with explained(_NOT_THERE, TemplateError):
+        return Template(source.read_text(encoding="utf-8")).render(**values).strip()
 
 
 def _figures(folder: Path, method: Method, search: dict[str, Any]) -> dict[str, Any] | None:
