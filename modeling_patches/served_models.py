@@ -1,5 +1,7 @@
-"""Readies models as ``transformers serve`` loads them, and looks at requests; everything else of the
-server is its own."""
+"""Readies models as ``transformers serve`` loads them, and looks at its requests.
+
+Everything else of the server is its own.
+"""
 
 from __future__ import annotations
 

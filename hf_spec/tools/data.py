@@ -11,10 +11,13 @@ A row is one of:
   and ``completion`` may be lists of messages (TRL).
 
 The first of `PROMPT_FIELDS` that a row has is taken. A field that is null counts as missing.
+Messages that call tools, and those of tools, go to the chat template as they are. Rows that it
+refuses, or in which a tool speaks last, are left out and counted.
 """
 
 import io
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +42,8 @@ ROLES = {
     "system": "system", "user": "user", "assistant": "assistant", "human": "user",
     "gpt": "assistant",
 }  # fmt: skip
+#: Further roles, which go to the chat template as they are.
+OF_TOOLS = ("tool", "function", "developer")
 ACCEPTED = (
     "a file holds JSON lines, a JSON array of objects or parquet; "
     "datasets.load_dataset('csv', data_files=FILE)['train'].to_json('FILE.jsonl') converts others"
@@ -46,6 +51,7 @@ ACCEPTED = (
 PARQUET = b"PAR1"
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class Row(NamedTuple):
@@ -58,10 +64,24 @@ class Row(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message of a chat; ``role`` is system, user or assistant."""
+    """A message of a chat; ``role`` is one of :data:`ROLES`, or :data:`OF_TOOLS`.
+
+    Attributes:
+        given: the message as the file has it, if it calls a tool, or is its answer.
+    """
 
     role: str
     content: str
+    given: Any = None
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """What a chat template gets."""
+        return self.given or {"role": self.role, "content": self.content}
+
+
+class LeftOut(ValueError):
+    """A row that cannot be used, though nothing is wrong with its file."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +118,11 @@ def plain_text(text: str, history: Sequence[Message] = ()) -> str:
 def read(path: str | Path, parse: Callable[[Row], T]) -> Iterator[T]:
     """What ``parse`` makes of each row of a file; the row's place is put before its errors.
 
-    A JSON array is read as a whole, other files in parts. An empty file has no rows.
+    A JSON array is read as a whole, other files in parts. An empty file has no rows. Rows that are
+    :class:`LeftOut` are counted, and the log names the first.
     """
+    left_out: list[str] = []
+    used = False
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"cannot read {str(path)!r}: it is a folder; give a file in it")
@@ -110,10 +133,24 @@ def read(path: str | Path, parse: Callable[[Row], T]) -> Iterator[T]:
                 with explained(row.place, ValueError):
                     if not isinstance(row.fields, dict):
                         raise ValueError("must be a JSON object, such as {'prompt': '...'}")
-                    parsed = parse(row)
+                    try:
+                        parsed = parse(row)
+                    except LeftOut as error:
+                        left_out.append(f"{row.place}: {error}")
+                        continue
+                used = True
                 yield parsed
     except OSError as error:
         raise ValueError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+    if left_out and not used:
+        raise ValueError(left_out[0])
+    log_left_out(left_out)
+
+
+def log_left_out(rows: Sequence[str]) -> None:
+    """Warn of rows that are left out; each says where it is, and why."""
+    if rows:
+        logger.warning("rows that are left out: %d; the first: %s", len(rows), rows[0])
 
 
 def _json_rows(path: Path, file: io.BufferedReader) -> Iterator[Row]:
@@ -190,7 +227,8 @@ def example(row: Row) -> Prompt:
         answer = messages.pop().content
     if not messages or messages[-1].role != "user":
         role = messages[-1].role if messages else "assistant"
-        raise ValueError(f"{name!r}: the last message must be the user's, it is the {role}'s")
+        kind = LeftOut if role in OF_TOOLS or (messages and messages[-1].given) else ValueError
+        raise kind(f"{name!r}: the last message must be the user's, it is the {role}'s")
     *history, last = messages
     if not last.content.strip():
         raise ValueError(f"{name!r}: the user's last message is empty")
@@ -254,13 +292,17 @@ def _message(what: str, given: Any) -> Message:
     role, content = given.get("role") or given.get("from"), given.get("content")
     if content is None:
         content = given.get("value")
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"{what} has the role {role!r}; it must be one of {', '.join(ROLES)}")
+    if not isinstance(role, str) or role not in (*ROLES, *OF_TOOLS):
+        known = ", ".join((*ROLES, *OF_TOOLS))
+        raise ValueError(f"{what} has the role {role!r}; it must be one of {known}")
     if isinstance(content, list):
         parts: list[Any] = [
             part.get("text") if isinstance(part, dict) else part for part in content
         ]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    if role in OF_TOOLS or given.get("tool_calls"):
+        text = content if isinstance(content, str) else ""
+        return Message(ROLES.get(role, role), text, {**given, "role": ROLES.get(role, role)})
     if not isinstance(content, str):
         raise ValueError(f"{what} must hold text, or a list of parts that are all text")
     return Message(ROLES[role], content)
