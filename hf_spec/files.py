@@ -16,6 +16,9 @@ from typing import Any
 #: What the system says where there is no room for what is written.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
+#: Levels of JSON that are read; files of configs and records have about ten.
+MOST_LEVELS = 64
+
 
 class NoRoom(OSError):
     """There is no room for what is written; the message names the folder."""
@@ -96,7 +99,18 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
         raise ValueError(f"{str(path)!r} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{str(path)!r} must hold a JSON object")
+    if _is_deep(data):
+        raise ValueError(f"{str(path)!r} is nested more than {MOST_LEVELS} levels deep")
     return data
+
+
+def _is_deep(data: Any) -> bool:
+    """Whether what JSON holds is nested deeper than code that walks it can be."""
+    level = [data]
+    for _ in range(MOST_LEVELS):
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [part for one in inner for part in one if isinstance(part, (dict, list))]
+    return bool(level)
 
 
 @contextmanager

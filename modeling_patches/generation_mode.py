@@ -76,14 +76,19 @@ class Mode(NamedTuple):
 
 
 def register(mode: Mode) -> None:
-    """Let ``generate()`` call ``mode.decode`` whenever the first attribute is set. Idempotent."""
+    """Let ``generate()`` call ``mode.decode`` whenever the first attribute is set. Idempotent; a
+    mode of this name that was registered before, by modules that are loaded again, is replaced."""
     method = f"_{mode.name}"
-    if getattr(GenerationMixin, method, None) is None:
+    if getattr(GenerationMixin, method, None) is mode.decode:
+        return
+    known = [member for member, own in GENERATION_MODES_MAPPING.items() if own == method]
+    if not known:
         members: Any = Enum("Mode", {mode.name.upper(): mode.name}, type=str)  # type: ignore[misc]
-        GENERATION_MODES_MAPPING[members(mode.name)] = method
-        setattr(GenerationMixin, method, mode.decode)
-        _wrap_configs(mode, members(mode.name))
-        _wrap_generate(mode)
+        known = [members(mode.name)]
+        GENERATION_MODES_MAPPING[known[0]] = method
+    setattr(GenerationMixin, method, mode.decode)
+    _wrap_configs(mode, known[0])
+    _wrap_generate(mode)
 
 
 def _wrap_configs(mode: Mode, member: Any) -> None:

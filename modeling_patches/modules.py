@@ -92,6 +92,24 @@ def takes(module: Any, name: str) -> bool:
     return name in parameters or passes_on
 
 
+#: Outputs that configs ask for, as trainings leave them: experts' balancing loss, which needs a
+#: mask of tokens, and what is looked at.
+OUTPUTS = ("output_router_logits", "output_hidden_states", "output_attentions")
+
+
+def only_logits(model: Any, given: Iterable[str] = ()) -> dict[str, bool]:
+    """Arguments of a model's forward that turn off the :data:`OUTPUTS` that its config, or a call's
+    arguments of the names ``given``, asks for. The config, which other threads read, stays."""
+    configs = model.config, model.config.get_text_config(decoder=True)
+    asked = [
+        name for name in OUTPUTS
+        if name in given or any(getattr(one, name, None) not in (None, False) for one in configs)
+    ]  # fmt: skip
+    parameters = inspect.signature(model.forward).parameters if asked else {}
+    rest = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return {name: False for name in asked if rest or name in parameters}
+
+
 def mixers(layer: nn.Module) -> list[nn.Module]:
     """A layer's attention or recurrence, or all where there are several."""
     return [module for module in _parts(layer, MIXER_NAMES) if _mixes_tokens(module)]

@@ -1,4 +1,7 @@
-"""Readies models as ``transformers serve`` loads them; everything else of the server is its own."""
+"""Readies models as ``transformers serve`` loads them, and looks at its requests.
+
+Everything else of the server is its own.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-from transformers.cli.serving import model_manager
+from transformers.cli.serving import model_manager, server, utils
 
 from hf_spec.threads import Lock
 
@@ -27,3 +30,61 @@ def on_load(prepare: Callable[[Any], None]) -> None:
             return loaded
 
     model_manager.ModelManager = ModelManager
+
+
+def on_request(check: Callable[[Any, Any, Any, Any], None], report: Callable[[Any], None]) -> None:
+    """Let servers started from now on call ``check(model, tokenizer, inputs, generation_config)``
+    before a request is answered, and ``report(model)`` afterwards. ValueErrors, also those of
+    ``generate``, are answers with the status 400 and the message."""
+
+    class GenerateManager(utils.GenerateManager):
+        _model: Any = None  # of the request that is being submitted, by the server's one thread
+
+        def _look_at(self, model: Any, processor: Any, inputs: Any, gen_config: Any) -> None:
+            check(model, getattr(processor, "tokenizer", processor), inputs, gen_config)
+            self._model = model
+
+        def generate_streaming(
+            self, model: Any, processor: Any, inputs: Any, gen_config: Any, **kwargs: Any
+        ) -> Any:
+            self._look_at(model, processor, inputs, gen_config)
+            return super().generate_streaming(model, processor, inputs, gen_config, **kwargs)
+
+        async def generate_non_streaming(
+            self, model: Any, processor: Any, inputs: Any, gen_config: Any, **kwargs: Any
+        ) -> Any:
+            self._look_at(model, processor, inputs, gen_config)
+            given = model, processor, inputs, gen_config
+            return await super().generate_non_streaming(*given, **kwargs)
+
+        def submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().submit(self._reported(fn), *args, **kwargs)
+
+        def async_submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().async_submit(self._reported(fn), *args, **kwargs)
+
+        def _reported(self, function: Any) -> Any:
+            model = self._model
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                result = function(*args, **kwargs)
+                report(model)
+                return result
+
+            return run
+
+    utils.GenerateManager = GenerateManager
+    build = server.build_server
+
+    async def refuse(_: Any, error: ValueError) -> Any:
+        from fastapi.responses import JSONResponse
+
+        said = {"message": str(error), "type": "invalid_request_error"}
+        return JSONResponse({"error": said}, status_code=400)
+
+    def build_server(*args: Any, **kwargs: Any) -> Any:
+        app = build(*args, **kwargs)
+        app.exception_handler(ValueError)(refuse)
+        return app
+
+    server.build_server = build_server

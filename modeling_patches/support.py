@@ -54,6 +54,12 @@ def _obstacles(model: Any) -> Iterator[str]:
     if model.config.is_encoder_decoder:
         yield " is an encoder-decoder model: strategies decode decoder-only models"
     text = model.config.get_text_config(decoder=True)
+    looks_ahead = any(getattr(module, "is_causal", True) is False for module in model.modules())
+    if getattr(text, "is_decoder", None) is False and looks_ahead:  # BERT's family
+        yield (
+            " is an encoder (is_decoder=False in its config): each token sees those behind it, and "
+            "there is no KV cache. To make it a decoder, load it with is_decoder=True"
+        )
     layers = DynamicCache(config=text).layers
     yield from _in_states(model, layers)
     yield from _in_caches(model, text, [type(layer).__name__ for layer in layers])
@@ -108,6 +114,16 @@ def activated_loras(model: Any) -> list[str]:
             variants = getattr(module, "lora_variant", {})
             kinds = {name: type(variants.get(name)).__name__ for name in module.active_adapters}
             found |= {name for name, kind in kinds.items() if kind.startswith("ALora")}
+    return sorted(found)
+
+
+def averaging_adapters(model: Any) -> list[str]:
+    """Names of the active adapters that are PEFT's Lily, whose experts are weighted by a mean over
+    all tokens of a forward."""
+    found = set()
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer) and not module.disable_adapters:
+            found |= {*getattr(module, "lily_router", {})} & {*module.active_adapters}
     return sorted(found)
 
 

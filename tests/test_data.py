@@ -12,7 +12,7 @@ import pytest
 from tiny_checkpoint import make_tokenizer
 
 from hf_spec.tools import cli
-from hf_spec.tools.bench.prompts import encode, encode_answer, read_prompts
+from hf_spec.tools.bench.prompts import encode, encode_answer, read_prompts, usable
 from hf_spec.tools.data import Message, hub_name, label, sha256
 from hf_spec.tools.training.dataset import read_answers
 from hf_spec.tools.training.distill import read_sources
@@ -147,7 +147,7 @@ def test_ids_are_lines_or_positions_in_an_array(tmp_path):
         (b'{"messages": []}', "'messages' must be a list of messages that is not empty"),
         (b'{"messages": "a"}', "'messages' must be a list of messages that is not empty"),
         (b'{"messages": ["a"]}', "message 1 of 'messages' must be an object with role and content"),
-        (b'{"messages": [{"role": "tool", "content": "a"}]}', "has the role 'tool'; it must be on"),
+        (b'{"messages": [{"role": "tools", "content": "a"}]}', "the role 'tools'; it must be one"),
         (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "all text"),
         (b'{"messages": [{"role": "user", "content": " "}]}', "the user's last message is empty"),
         (b'{"messages": [{"role": "system", "content": "a"}]}', "be the user's, it is the system"),
@@ -182,6 +182,44 @@ def test_a_template_that_refuses_a_role_is_reported_with_the_row(tmp_path):
     tokenizer.chat_template = "{{ raise_exception('no system') }}"
     with pytest.raises(ValueError, match="x, line 1: the tokenizer's chat template refuses .*: no"):
         read_answers(tmp_path / "x", tokenizer)
+
+
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+RESULT = {"role": "tool", "name": "add", "content": "3"}
+
+
+def test_messages_of_tools(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They go to the template as they are. Where it refuses them, and where a tool speaks last, the
+    row is left out; the others are used."""
+    rows = [
+        {"messages": [USER, REPLY]},
+        {"messages": [USER, CALL, RESULT, REPLY, USER, REPLY]},
+        {"messages": [USER, CALL, RESULT, REPLY]},
+        {"messages": [USER, REPLY]},
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text(as_lines(rows))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}{% if m.tool_calls %}:{{ m.tool_calls[0].function.name"
+        " }}{% endif %}]{% if m.content is not none %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    prompts = read_prompts(path)
+    assert [len(prompt.history) for prompt in prompts] == [0, 4, 0]
+    assert "left out: 1; the first" in caplog.text and "chats.jsonl, line 3: " in caplog.text
+    found = tokenizer.decode(encode(tokenizer, prompts[1].text, prompts[1].history))
+    assert found.endswith(f"[user]{Q}[assistant:add][tool]3[assistant]{A}[user]{Q}")
+    assert usable(tokenizer, prompts) == prompts and len(read_answers(path, tokenizer)) == 3
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+        "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    caplog.clear()
+    assert usable(tokenizer, prompts) == [prompts[0], prompts[2]]
+    assert "left out: 1; the first: prompt, row 2: " in caplog.text and "no tools" in caplog.text
+    assert len(read_answers(path, tokenizer)) == 2
+    with pytest.raises(ValueError, match="no tools"):
+        usable(tokenizer, prompts[1:2])
 
 
 # -- datasets by name ----------------------------------------------------------------------------

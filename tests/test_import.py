@@ -150,6 +150,61 @@ def test_import_is_idempotent(tiny: Tiny) -> None:
     check_same(tiny(), STRATEGIES["prompt_lookup"], prompt())
 
 
+DROPPED = """
+import functools, sys, torch, peft, hf_spec
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
+from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+def wrapped():
+    function, count = GenerationMixin.generate, 0
+    while hasattr(function, "__wrapped__"):
+        function, count = function.__wrapped__, count + 1
+    return count
+
+def check(model, found):
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    plain = model.generate(ids, **settings)
+    for name in ("medusa", "prompt_lookup"):
+        out = model.generate(ids, assistant_strategy=name, **settings)
+        assert out.tolist() == plain.tolist() and hf_spec.last_stats(model).strategy == name
+    config = peft.PeftConfig.from_pretrained(folder)
+    assert type(config) is hf_spec.MedusaConfig
+    assert wrapped() == found and len(GENERATION_MODES_MAPPING) == modes
+
+ids = torch.tensor([[3, 4, 5, 6, 3, 4, 5]])
+torch.manual_seed(0)
+shape = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+             num_attention_heads=4, eos_token_id=None, pad_token_id=0)
+model = LlamaForCausalLM(LlamaConfig(**shape)).eval()
+peft.get_peft_model(model, hf_spec.MedusaConfig(num_heads=2)).save_pretrained(folder)
+modes, layers = len(GENERATION_MODES_MAPPING), wrapped()
+check(model, layers)
+for other in (False, True):
+    if other:  # another library wraps generate() meanwhile
+        stock = GenerationMixin.generate
+        GenerationMixin.generate = functools.wraps(stock)(lambda *a, **k: stock(*a, **k))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "hf_spec"]:
+        del sys.modules[name]
+    before = hf_spec
+    import hf_spec
+    assert hf_spec is not before
+    check(model, layers + other)
+    fresh = LlamaForCausalLM(LlamaConfig(**shape)).eval()
+    fresh.load_adapter(folder)
+    check(fresh, layers + other)
+    assert type(fresh.peft_config["default"]) is hf_spec.MedusaConfig
+product = torch.ops.hf_spec.packed_linear(torch.ones(1, 2), [torch.ones(3, 2)], []).tolist()
+assert product == [[2.0] * 3]
+"""
+
+
+def test_modules_that_are_dropped_and_imported_again(tmp_path: Path) -> None:
+    """As in notebooks: the newest modules serve the models there are, and new ones; nothing is
+    registered twice."""
+    result = forks.run(f"folder = {str(tmp_path)!r}\n{DROPPED}")
+    assert result.returncode == 0, result.stderr
+
+
 def test_generation_without_a_strategy_is_stock(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,10 +144,50 @@ def test_what_the_help_says_is_honored(server, base):
 def test_the_server_goes_on_after_a_bad_request(server):
     import openai
 
-    for options in (config(assistant_strategy="fastest"), config(assistant_strategy="ppd")):
-        with pytest.raises(openai.APIStatusError):
-            ask(server, PROMPTS[0], **options)
+    refused = {
+        "assistant_strategy='fastest': choose one of": {"assistant_strategy": "fastest"},
+        "needs an active adapter of type PPD": {"assistant_strategy": "ppd"},
+        "has no option 'widht'": {
+            "assistant_strategy": "medusa", "assistant_kwargs": {"widht": 3}
+        },
+    }  # fmt: skip
+    for message, options in refused.items():
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match=message) as error:
+                ask(server, PROMPTS[0], stream, **config(max_new_tokens=4, **options))
+            assert error.value.status_code == 400
+    with pytest.raises(openai.BadRequestError, match="tokens, and the model's context holds"):
+        ask(server, PROMPTS[0] * 10_000)
     assert ask(server, PROMPTS[0], temperature=0, max_tokens=4)
+
+
+@pytest.mark.environment
+@needs_packages
+def test_more_tokens_than_there_are(server, base):
+    """As many as the context leaves."""
+    limit = base.config.max_position_embeddings
+    made = server.client().completions.create(
+        model=MODEL, prompt=PROMPTS[0], temperature=0, max_tokens=10**30, stop=["zzzzzz"]
+    )
+    assert 0 < made.usage.completion_tokens <= limit - made.usage.prompt_tokens
+
+
+@pytest.mark.environment
+@needs_packages
+def test_its_log_says_how_it_generates():
+    """At the start, and of each request."""
+    server = Server(MODEL, "--adapter", MEDUSA)
+    ask(server, PROMPTS[0], temperature=0, max_tokens=6)
+    ask(server, PROMPTS[0], stream=True, temperature=0, max_tokens=6)
+    ask(server, PROMPTS[0], **config(max_new_tokens=4, assistant_strategy="prompt_lookup"))
+    server.process.kill()
+    said = server.process.communicate()[1].splitlines()
+    ours = [line for line in said if line.startswith("hf-spec: ")]
+    assert ours[0] == f"hf-spec: strategy medusa, adapters: {MEDUSA} (medusa)"
+    expected = [
+        f"hf-spec: {what} tokens" for what in ("medusa: 6", "medusa: 6", "prompt_lookup: 4")
+    ]
+    assert [line.split(", tau ")[0] for line in ours[1:]] == expected
 
 
 @pytest.mark.environment

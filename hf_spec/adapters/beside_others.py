@@ -14,6 +14,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers import PreTrainedModel
 from transformers.integrations.peft import PeftAdapterMixin
 
+from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import (
     CONTAINER,
     SpecAdapterLayer,
@@ -28,14 +29,22 @@ from hf_spec.modeling_patches.patch_method import patch_method
 @patch_method(BaseTuner, "inject_adapter")
 def inject_beside(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     """Adding an adapter of another type: hf_spec's are not there meanwhile, as PEFT freezes a base
-    with the first adapter only."""
-    base = unwrapped(model)
+    with the first adapter only, and some types, such as VeRA, compare fields of theirs with those
+    of every config."""
+    base, configs, own = unwrapped(model), self.peft_config, "peft_config" in vars(self)
     ours = getattr(base, CONTAINER, None)
     if ours is not None:
         delattr(base, CONTAINER)
+    self.peft_config = {
+        name: config for name, config in configs.items() if not isinstance(config, SpecPeftConfig)
+    }
     try:
         original(self, model, *args, **kwargs)
     finally:
+        configs.update(self.peft_config)
+        del self.peft_config
+        if own:
+            self.peft_config = configs
         if ours is not None:
             setattr(base, CONTAINER, ours)
 

@@ -15,7 +15,7 @@ import torch
 from hf_spec.core.checks import first_line
 from hf_spec.files import read_json
 
-WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 #: Prefix of the names of an adapter's tensors on disk.
 PEFT_PREFIX = "base_model.model."
 #: Suffix of files that name the file of each tensor.

@@ -15,12 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftConfig, PeftModel, inject_adapter_in_model
-from peft.utils import CONFIG_NAME
+from peft import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    PEFT_TYPE_TO_TUNER_MAPPING,
+    PeftConfig,
+    PeftModel,
+    inject_adapter_in_model,
+)
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from hf_spec.adapters.checkpoint import (
+    CONFIG,
     PEFT_PREFIX,
     WEIGHTS,
     Origin,
@@ -31,9 +37,9 @@ from hf_spec.adapters.checkpoint import (
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import layer_of, layers_of, name_on_disk
 from hf_spec.adapters.module import Adapter
-from hf_spec.core.checks import explained
+from hf_spec.core.checks import UNFIT, explained
 from hf_spec.core.memory import locked, memory
-from hf_spec.files import is_path
+from hf_spec.files import is_path, read_json
 from hf_spec.modeling_patches.modules import unwrapped
 from hf_spec.modeling_patches.patch_method import patch_method
 from hf_spec.modeling_patches.ranks import same_draws
@@ -43,6 +49,9 @@ from hf_spec.modeling_patches.weights import placement, vocabulary
 @patch_method(PeftModel, "from_pretrained")
 def load_new(original: Any, cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """`PeftModel.from_pretrained`, which attaches an adapter before it reads the weights."""
+    place = kwargs["model_id"] if "model_id" in kwargs else next(iter(args), None)
+    config = kwargs.get("config")
+    _ours(None if place is None else _origin(place, kwargs), config)  # which says what is wrong
     with unchanged_on_error(unwrapped(model)):
         return original(cls, model, *args, **kwargs)
 
@@ -133,7 +142,7 @@ def load_unattached(base: Any, place: str) -> Adapter:
 def _state(base: Any, place: str) -> Hashable:
     """What a read adapter is for: the size of the vocabulary, and the files of a folder."""
     files = []
-    for name in (CONFIG_NAME, WEIGHTS):
+    for name in (CONFIG, WEIGHTS):
         with suppress(OSError, ValueError):  # which a name of no file is
             found = os.stat(os.path.join(place, name))
             numbers = found.st_dev, found.st_ino, found.st_size
@@ -171,7 +180,7 @@ def _keep(base: Any, place: str, state: Hashable, adapter: Adapter) -> Adapter:
 def _read_unattached(base: Any, place: str) -> Adapter:
     _check_there(f"adapter={place!r}", place)
     origin = _origin(place, {})
-    with explained(f"cannot read adapter={place!r}", ValueError, OSError, TypeError, KeyError):
+    with explained(f"cannot read adapter={place!r}", ValueError, OSError, *UNFIT):
         config = _read_config(origin)
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     remedy = "Attach it with model.load_adapter(...)"
@@ -261,12 +270,24 @@ def _read_config(origin: Any) -> Any:
 
 
 def _ours(origin: Origin | None, config: Any) -> SpecPeftConfig | None:
-    """The config of an adapter of hf_spec; None for others, and where it cannot be read: then the
-    original says why."""
+    """The config of an adapter of hf_spec; None for others, and where the Hub has none: then the
+    original says why.
+
+    Raises:
+        ValueError: the file is not JSON, or not that of an adapter of its type, if this is ours.
+    """
+    path = None
     if config is None and origin is not None:
-        with suppress(ValueError, OSError, TypeError, KeyError):
-            config = _read_config(origin)
-    return config if isinstance(config, SpecPeftConfig) else None
+        with suppress(ValueError, OSError):
+            path = origin.file(CONFIG)
+    if path is None or origin is None:
+        return config if isinstance(config, SpecPeftConfig) else None
+    kind = str(read_json(path).get("peft_type"))
+    if not issubclass(PEFT_TYPE_TO_CONFIG_MAPPING.get(kind, object), SpecPeftConfig):
+        return None
+    with explained(f"cannot read {str(path)!r}", ValueError, OSError, *UNFIT):
+        found: SpecPeftConfig = _read_config(origin)
+        return found
 
 
 def _note(model: Any, name: str, origin: Origin) -> None:

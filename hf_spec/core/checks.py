@@ -1,14 +1,16 @@
 """Checks of user input (ranges, counts, choices) and short texts of errors."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 #: Of a value: raises a ValueError with the given name unless the value is right.
 Rule = Callable[[str, Any], None]
 
@@ -95,6 +97,27 @@ def explained(what: str, *kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise ValueError(f"{what}: {first_line(error)}") from error
+
+
+#: What code raises where a file that others have written holds something else than it should.
+UNFIT = (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
+def names_its_files(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator of a function that reads a file or folder, its first argument: errors say which one
+    in a line, and are ValueErrors, also those of content that is not as it should be."""
+
+    @functools.wraps(function)
+    def reading(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (ValueError, *UNFIT) as error:
+            place = str(args[0])
+            if isinstance(error, ValueError) and place in str(error):
+                raise
+            raise ValueError(f"cannot read {place!r}: {first_line(error)}") from error
+
+    return reading
 
 
 def count(low: int = 1, high: int | None = None) -> Rule:
@@ -186,9 +209,10 @@ def distinct_layers(name: str, layers: Any, high: int | None = None, why: str = 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or all in one line if that announces the rest; its type
-    if it has none; of a KeyError both, since its message is just the key."""
+    if it has none; of some both, whose message alone, such as a key, says little."""
     kind, text = type(error).__name__, str(error).strip()
-    lines = (f"{kind}: {text}" if isinstance(error, KeyError) else text or kind).splitlines()
+    terse = isinstance(error, (LookupError, AttributeError, ArithmeticError, RecursionError))
+    lines = (f"{kind}: {text}" if terse else text or kind).splitlines()
     return " ".join(map(str.strip, lines)) if lines[0].rstrip().endswith(":") else lines[0]
 
 

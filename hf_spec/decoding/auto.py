@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from hf_spec.adapters.repo_files import GENERATION
 from hf_spec.core.checks import first_line
 from hf_spec.core.memory import memory
 from hf_spec.decoding.config import AUTO, StoredOptions
+from hf_spec.files import read_json
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.modeling_patches.modules import unwrapped
 
@@ -106,7 +106,7 @@ def _stored(adapter: Adapter, strategy: str) -> StoredOptions:
     with suppress(OSError, ValueError, AttributeError):
         origin = adapter.origin
         path = None if origin is None else origin.file(GENERATION)
-        data = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+        data = {} if path is None else read_json(path)
         if origin is not None and data.get("assistant_strategy") == strategy:
             options = get_method(strategy).today(data.get("assistant_kwargs") or {})
             return StoredOptions(options, origin.place)

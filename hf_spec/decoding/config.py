@@ -12,9 +12,9 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hf_spec.adapters.repo_files import GENERATION
-from hf_spec.core.checks import check_names, first_line
+from hf_spec.core.checks import UNFIT, check_names, explained, first_line
 from hf_spec.drafting.options import AUTO, DraftOptions
-from hf_spec.files import is_path
+from hf_spec.files import is_path, read_json
 from hf_spec.methods.registry import get_method, methods
 
 logger = logging.getLogger(__name__)
@@ -113,8 +113,12 @@ class SpecConfig(GenerationConfig):
                 f"cannot read a SpecConfig from {name!r}: the folder has no {GENERATION}, so that "
                 "it is no adapter's"
             )
+        file = Path(name, kwargs.get("config_file_name") or GENERATION)
+        if file.is_file():
+            read_json(file)  # which says what is wrong with it
         try:
-            return super().from_pretrained(pretrained_model_name, *args, **kwargs)
+            with explained(f"cannot read a SpecConfig from {name!r}", ValueError, *UNFIT):
+                return super().from_pretrained(pretrained_model_name, *args, **kwargs)
         except OSError as error:
             if Path(name).exists():
                 raise

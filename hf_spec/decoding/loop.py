@@ -27,6 +27,7 @@ from hf_spec.drafting.lookup import BatchLookup, History
 from hf_spec.drafting.ngram import Limits
 from hf_spec.drafting.state import DecodeState
 from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import only_logits
 from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.support import check_length
 from hf_spec.modeling_patches.weights import vocabulary
@@ -58,6 +59,7 @@ def decode(
     The arguments are those of ``GenerationMixin._sample``, starting with the model.
     """
     config, input_ids = generation_config, prompt_ids(input_ids, model_kwargs)
+    model_kwargs |= only_logits(model, model_kwargs)
     ranks = Ranks(model)
     if config.do_sample:
         ranks.share_random_state()

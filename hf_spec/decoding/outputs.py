@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
+from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_spec.core.memory import memory
@@ -30,12 +31,15 @@ def last_stats(model: nn.Module) -> SpecStats | None:
     """Statistics of the last call of ``model.generate`` with a strategy; None if there was none.
 
     Args:
-        model: the model, or a PEFT or ``torch.compile`` wrapper around it.
+        model: the model, or a module around it: a ``PeftModel``, what ``torch.compile`` or a
+            distributed training makes of it, one of your own.
 
     Raises:
         ValueError: it is no model.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"last_stats({model!r}): give the model whose generate() was called.")
-    stats: SpecStats | None = memory(unwrapped(model)).get(SpecStats)
-    return stats
+    if (own := memory(unwrapped(model)).get(SpecStats)) is not None:
+        return own
+    inside = (one for one in model.modules() if isinstance(one, GenerationMixin))
+    return next((found for one in inside if (found := memory(one).get(SpecStats))), None)

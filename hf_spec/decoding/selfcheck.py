@@ -41,7 +41,7 @@ from hf_spec.model.rounding import tolerance
 from hf_spec.model.target import Target
 from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.modeling_patches.fingerprint import ALIKE, Fingerprint, fingerprint
-from hf_spec.modeling_patches.modules import decoder_of
+from hf_spec.modeling_patches.modules import decoder_of, only_logits
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.modeling_patches.support import VERIFIED, empty_cache
 from hf_spec.modeling_patches.weights import placement
@@ -221,6 +221,7 @@ class Trial:
             **({"attention_mask": self.mask} if self.padded else {}),
             CACHE: empty_cache(self.model), "use_cache": True,
             **supported_kwargs(self.model, position_ids=positions, logits_to_keep=1),
+            **only_logits(self.model),
         }  # fmt: skip
 
     def _target(self, drafter: Drafter | None, reads: Reads) -> Target:

@@ -16,7 +16,12 @@ from hf_spec.decoding.config import warn_if_lossy
 from hf_spec.drafting.options import ACCEPTANCE_RULES
 from hf_spec.methods.registry import Method, get_method, methods
 from hf_spec.modeling_patches.attention_masks import check_attention
-from hf_spec.modeling_patches.support import activated_loras, check_cache_stays, check_model
+from hf_spec.modeling_patches.support import (
+    activated_loras,
+    averaging_adapters,
+    check_cache_stays,
+    check_model,
+)
 
 _ONE_OF_TWO = "Leave one of the two out (assistant_strategy=None)."
 #: Options of other decoding modes, and what to do without them.
@@ -184,6 +189,12 @@ def _of_adapters(model: Any) -> Iterator[Refusal]:
         kind = str(getattr(adapter.peft_type, "value", adapter.peft_type))
         why = "prompt-learning adapters put virtual tokens into the cache."
         yield getattr(adapter, "is_prompt_learning", False), "peft_type", kind, why, remedy
+    lily = averaging_adapters(model)
+    why = (
+        f"Lily ({', '.join(lily)}) weights its experts by a mean over all tokens of a forward, "
+        "which are other ones in a forward of a tree."
+    )
+    yield lily, "peft_type", "LILY", why, remedy
     activated = activated_loras(model)
     why = (
         "PEFT applies an activated LoRA to the last tokens of each forward, which are other ones "

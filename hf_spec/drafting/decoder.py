@@ -19,13 +19,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_spec.adapters.base_model import facts_of
 from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import VocabularyConfig
+from hf_spec.adapters.predicting import VocabularyConfig, vocab_size
 from hf_spec.core.checks import (
     SHARE,
+    UNFIT,
     check_range,
     choice,
     count,
     distinct_layers,
+    explained,
     number,
     setting,
 )
@@ -114,19 +116,28 @@ class DecoderConfig(VocabularyConfig):
     def check_base(self, model: nn.Module) -> None:
         """Raise ValueError if the base is of another shape; record what the saved config needs."""
         super().check_base(model)
-        count, (tokens, _) = num_layers(model), input_features(model)
+        count = num_layers(model)
         for name, value in self._defaults(model).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        if self.mask_token_id is not None and self.mask_token_id >= tokens:
-            raise ValueError(
-                f"mask_token_id={self.mask_token_id}: the model has the tokens 0 to {tokens - 1}. "
-                "Choose one of these."
-            )
+        self.check_mask(model)
+        with torch.device("cpu"), explained(f"rope_parameters={self.rope_parameters!r}", *UNFIT):
+            self.layer_type.rotary(self.layer_config())
         if not self.layers or max(self.layers) > count:
             raise ValueError(
                 f"layers={self.layers}: the model has {count} layers, whose hidden states are "
                 f"numbered 0 to {count}. Choose among these."
+            )
+
+    def check_mask(self, model: nn.Module) -> None:
+        """Raise ValueError if the base has no embedding of the mask token, as it was made for
+        another one, or its vocabulary was cut since."""
+        tokens, mask = input_features(model)[0], self.mask_token_id
+        if mask is not None and mask >= tokens:
+            raise ValueError(
+                f"mask_token_id={mask}: the model has the tokens 0 to {tokens - 1}. Choose one of "
+                f"these; if the {type(self).type_name} adapter is trained and the model has lost "
+                f"tokens since, give them back: resize_token_embeddings({mask + 1})."
             )
 
     def _defaults(self, model: Any) -> dict[str, Any]:
@@ -163,7 +174,8 @@ class DecoderConfig(VocabularyConfig):
         kind = self.layer_type
         fields = {name: getattr(self, name) for name in (*self.of_layers, *kind.own)}
         fields["rope_parameters"] = dict(self.rope_parameters or DEFAULT_ROPE)
-        return kind.config(fields, self.num_layers)
+        with explained(f"rope_parameters={self.rope_parameters!r}", *UNFIT):
+            return kind.config(fields, self.num_layers)
 
 
 def _check_rope(given: Any) -> None:
@@ -224,13 +236,17 @@ class Decoder(Adapter):
 
 
 class DecoderNetwork:
-    """A decoder on its base model.
+    """A decoder on its base model, whose vocabulary may have been resized.
 
     Attributes:
         num_layers: of its cache.
+
+    Raises:
+        ValueError: the model has no mask token any more.
     """
 
     def __init__(self, model: Any, adapter: Any):
+        adapter.config.check_mask(model)
         self.model, self.adapter, self.config = model, adapter, adapter.config
         self.num_layers = len(adapter.layers)
         # Of weights that accelerate has offloaded, too.
@@ -238,12 +254,16 @@ class DecoderNetwork:
         self._kind, self._rotary = self.config.layer_type, adapter.rotary(self.device)
         for layer in adapter.layers:
             layer.self_attn.config._attn_implementation = attention_beside(model)
+            # Layers that compute activations anew leave the cache out.
+            layer.gradient_checkpointing = False
         base = model.get_input_embeddings()
         self._place, self._embed = placement(model).device, base
         if self.config.embedding_scale is not None:
             self._embed = RowEmbeddings(model)
         if (own := getattr(adapter, "embed_tokens", None)) is not None:
-            self._place, self._embed = self.device, own
+            self._place, self._embed, count = self.device, own, own.num_embeddings
+            if count < input_features(model)[0]:  # later tokens look like the last one
+                self._embed = lambda tokens: own(tokens.clamp(max=count - 1))
 
     def fused(self, states: Tensor) -> Tensor:
         """``(batch, n, hidden)`` of the base's states ``(batch, n, features)`` at the layers that
@@ -272,4 +292,7 @@ class DecoderNetwork:
 
     def logits(self, states: Tensor) -> Tensor:
         """``(..., tokens)`` by its own head, of normed states ``(..., hidden)``."""
-        return self.shaped(self.adapter.lm_head(states))
+        logits: Tensor = self.adapter.lm_head(states)
+        if not self.config.draft_vocab_size:  # the model may have lost tokens
+            logits = logits[..., : vocab_size(self.model)]
+        return self.shaped(logits)

@@ -64,7 +64,8 @@ def check_tokens(tokens: Tensor, known: int) -> None:
         raise ValueError(
             f"this adapter predicts tokens {low} to {high}"
             f"{'' if ascending else ', not in ascending order'}; the model has {known}: it was "
-            "made for another model, or its file is damaged. Load it on its own model."
+            "made for another model, or its file is damaged. Load it on its own model; if that has "
+            f"lost tokens since, give them back: resize_token_embeddings({high + 1})."
         )
 
 
@@ -96,6 +97,7 @@ class DraftVocabulary(Holds):
         tokens."""
         tokens, own = weights.get(VOCABULARY), weights.get(HEAD)
         if tokens is None and own is not None:
+            own = own[: vocab_size(model)]  # which may have lost tokens
             tokens = torch.arange(len(own), device=own.device)
         return None if tokens is None else cls(tokens, model, own)
 

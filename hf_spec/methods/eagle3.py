@@ -131,7 +131,7 @@ class Eagle3Network(DecoderNetwork, DraftNetwork):
         self.token_ids: Tensor | None = getattr(adapter, VOCABULARY, None)
         if self.token_ids is not None:
             check_tokens(self.token_ids, known)
-        elif size != known:
+        elif size < known:
             self.token_ids = torch.arange(size, device=device_of(adapter.lm_head))
 
     def features(self, states: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_spec.core.memory import memory
 from hf_spec.modeling_patches.early_pruning import layer_input
-from hf_spec.modeling_patches.modules import decoder_of, num_layers, takes
+from hf_spec.modeling_patches.modules import decoder_of, num_layers, only_logits, takes
 from hf_spec.modeling_patches.per_call import Changes, step_aside
 from hf_spec.modeling_patches.weights import (
     features,
@@ -90,7 +90,8 @@ def model_logits(
         own.instead(model.get_output_embeddings(), "forward", head)
     ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
     # The forward, not the model's __call__: hooks expect calls with real inputs.
-    logits = own.run_alone(model.forward, input_ids=ids, use_cache=False, return_dict=True).logits
+    given = {"input_ids": ids, "use_cache": False, "return_dict": True, **only_logits(model)}
+    logits = own.run_alone(model.forward, **given).logits
     return logits.to(hidden.device)
 
 

@@ -229,7 +229,8 @@ def _joined(parts: Sequence[Tensor]) -> Tensor | None:
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0] if parts else None
 
 
-def _packed_linear(inputs: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+def packed_linear(inputs: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    """What the operator ``hf_spec::packed_linear`` computes."""
     copy = _COPIES.get(tuple(weight.data_ptr() for weight in weights))
     if copy is None:
         return nn.functional.linear(inputs, torch.cat(weights), _joined(biases))
@@ -242,7 +243,15 @@ def _shape_of_packed_linear(
     return inputs.new_empty((*inputs.shape[:-1], sum(len(weight) for weight in weights)))
 
 
-_OPERATORS = torch.library.Library("hf_spec", "DEF")
-_OPERATORS.define("packed_linear(Tensor inputs, Tensor[] weights, Tensor[] biases) -> Tensor")
-_OPERATORS.impl("packed_linear", _packed_linear, "CPU")
-torch.library.register_fake("hf_spec::packed_linear", _shape_of_packed_linear, lib=_OPERATORS)
+def _packed_linear(inputs: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    # An operator can be defined once; the module that has the copies may have been loaded again.
+    from hf_spec.model import packed_weights
+
+    return packed_weights.packed_linear(inputs, weights, biases)
+
+
+if not hasattr(torch.ops.hf_spec, "packed_linear"):
+    _OPERATORS = torch.library.Library("hf_spec", "FRAGMENT")
+    _OPERATORS.define("packed_linear(Tensor inputs, Tensor[] weights, Tensor[] biases) -> Tensor")
+    _OPERATORS.impl("packed_linear", _packed_linear, "CPU")
+    torch.library.register_fake("hf_spec::packed_linear", _shape_of_packed_linear, lib=_OPERATORS)

@@ -27,7 +27,7 @@ from hf_spec.modeling_patches.attention_masks import Local, TreeAttention
 from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.modeling_patches.exits import averaged_exits
 from hf_spec.modeling_patches.linear_attention import Running, tree_recurrences
-from hf_spec.modeling_patches.modules import num_layers
+from hf_spec.modeling_patches.modules import num_layers, only_logits
 from hf_spec.modeling_patches.per_call import Changes, changing
 from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.support import checkpoints
@@ -235,7 +235,8 @@ class _Run:
 
     def _given(self, positions: Tensor) -> dict[str, Any]:
         # Logits are computed later, from the hidden states of the wanted tokens.
-        return supported_kwargs(self.model, position_ids=positions, logits_to_keep=1)
+        given = supported_kwargs(self.model, position_ids=positions, logits_to_keep=1)
+        return given | only_logits(self.model)
 
     def _split(self, probes: Tensor, tokens: Tensor) -> ProbedSequences:
         shape = (self.batch, self.anchors.shape[1], len(self.group), probes.shape[-1])
@@ -277,6 +278,7 @@ def token_states(
             changes.run(
                 model, input_ids=input_ids, attention_mask=mask, use_cache=False,
                 **supported_kwargs(model, position_ids=positions, logits_to_keep=1),
+                **only_logits(model),
             )  # fmt: skip
             if not likeliest:
                 return seen
@@ -307,6 +309,6 @@ def computed_states(model: Any, embeddings: Tensor) -> Sequence[tuple[Tensor, Te
     with _evaluating(model):
         model(
             **embedded(model, embeddings[None].to(dtype), tokens), **{CACHE: cache},
-            use_cache=True, **supported_kwargs(model, logits_to_keep=1),
+            use_cache=True, **supported_kwargs(model, logits_to_keep=1), **only_logits(model),
         )  # fmt: skip
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]

@@ -37,6 +37,7 @@ from hf_spec.modeling_patches.dynamic_rope import DynamicRope, rope_ends
 from hf_spec.modeling_patches.early_pruning import Choose, early_pruning
 from hf_spec.modeling_patches.exits import averaged_exits
 from hf_spec.modeling_patches.linear_attention import Running, tree_recurrences
+from hf_spec.modeling_patches.modules import only_logits
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.weights import placement
@@ -138,7 +139,9 @@ class Target:
         self.position_shift = shift[0]
         #: ``(axes, batch, 1)`` what each rotary axis adds to the first; None if there is one.
         self.axes = shift - shift[0] if len(shift) > 1 else None
-        self.model_kwargs, self.per_token = model_kwargs or {}, per_token or {}
+        given = model_kwargs or {}
+        self.model_kwargs = {**given, **only_logits(model, given)}
+        self.per_token = per_token or {}
         self.takes_positions = "position_ids" in supported_kwargs(model, position_ids=True)
         self.device, self.dtype = placement(model)
         self.probe_inputs = probe_inputs

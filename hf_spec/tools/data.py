@@ -13,18 +13,21 @@ A row is one of:
   and ``completion`` may be lists of messages (TRL).
 
 The first of `PROMPT_FIELDS` that a row has is taken. A field that is null counts as missing.
+Messages that call tools, and those of tools, go to the chat template as they are. Rows that it
+refuses, or in which a tool speaks last, are left out and counted.
 """
 
 import hashlib
 import io
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from hf_spec.core.checks import explained, install_extra, nearest
+from hf_spec.core.checks import explained, first_line, install_extra, nearest
 
 DEFAULT_CATEGORY = "default"
 #: Name of all categories together.
@@ -50,6 +53,8 @@ ROLES = {
     "system": "system", "user": "user", "assistant": "assistant", "human": "user",
     "gpt": "assistant",
 }  # fmt: skip
+#: Further roles, which go to the chat template as they are.
+OF_TOOLS = ("tool", "function", "developer")
 ACCEPTED = (
     "a file holds JSON lines, a JSON array of objects or parquet; "
     "datasets.load_dataset('csv', data_files=FILE)['train'].to_json('FILE.jsonl') converts others"
@@ -65,6 +70,7 @@ SAVED = ("state.json", "dataset_dict.json")
 DEFAULT_SPLIT = "train"
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class Row(NamedTuple):
@@ -77,10 +83,24 @@ class Row(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message of a chat; ``role`` is system, user or assistant."""
+    """A message of a chat; ``role`` is one of :data:`ROLES`, or :data:`OF_TOOLS`.
+
+    Attributes:
+        given: the message as the file has it, if it calls a tool, or is its answer.
+    """
 
     role: str
     content: str
+    given: Any = None
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """What a chat template gets."""
+        return self.given or {"role": self.role, "content": self.content}
+
+
+class LeftOut(ValueError):
+    """A row that cannot be used, though nothing is wrong with its file."""
 
 
 @dataclass(frozen=True)
@@ -239,31 +259,44 @@ def _dataset_rows(named: Named) -> Iterator[Row]:
         yield Row(f"{named.place}, row {number}", number, fields)
 
 
+def _file_rows(path: Path) -> Iterator[Row]:
+    try:
+        with path.open("rb") as file:
+            is_parquet = file.peek(len(PARQUET)).startswith(PARQUET)
+            yield from _parquet_rows(path) if is_parquet else _json_rows(path, file)
+    except OSError as error:
+        raise ValueError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+
+
 def read(path: str | Path, parse: Callable[[Row], T]) -> Iterator[T]:
     """What ``parse`` makes of each row of a file or a dataset; the row's place is put before its
     errors.
 
-    A JSON array is read as a whole, other files in parts. An empty file has no rows.
+    A JSON array is read as a whole, other files in parts. An empty file has no rows. Rows that are
+    :class:`LeftOut` are counted, and the log names the first.
     """
-    named = dataset_named(path)
-    if named is not None:
-        for row in _dataset_rows(named):
-            with explained(row.place, ValueError):
+    left_out: list[str] = []
+    used, named = False, dataset_named(path)
+    for row in _file_rows(Path(path)) if named is None else _dataset_rows(named):
+        with explained(row.place, ValueError):
+            if not isinstance(row.fields, dict):
+                raise ValueError("must be a JSON object, such as {'prompt': '...'}")
+            try:
                 parsed = parse(row)
-            yield parsed
-        return
-    path = Path(path)
-    try:
-        with path.open("rb") as file:
-            is_parquet = file.peek(len(PARQUET)).startswith(PARQUET)
-            for row in _parquet_rows(path) if is_parquet else _json_rows(path, file):
-                with explained(row.place, ValueError):
-                    if not isinstance(row.fields, dict):
-                        raise ValueError("must be a JSON object, such as {'prompt': '...'}")
-                    parsed = parse(row)
-                yield parsed
-    except OSError as error:
-        raise ValueError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+            except LeftOut as error:
+                left_out.append(f"{row.place}: {error}")
+                continue
+        used = True
+        yield parsed
+    if left_out and not used:
+        raise ValueError(left_out[0])
+    log_left_out(left_out)
+
+
+def log_left_out(rows: Sequence[str]) -> None:
+    """Warn of rows that are left out; each says where it is, and why."""
+    if rows:
+        logger.warning("rows that are left out: %d; the first: %s", len(rows), rows[0])
 
 
 def _json_rows(path: Path, file: io.BufferedReader) -> Iterator[Row]:
@@ -299,9 +332,11 @@ def parse_json(place: str, text: str, hint: str = "") -> Any:
     """What a text of JSON says; a ValueError begins with its place."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if "\n" in text.rstrip() else ""
-        reason = f"{error.msg} at {line}column {error.colno}"
+    except (ValueError, RecursionError) as error:  # numbers may be too long, too
+        reason = first_line(error)
+        if isinstance(error, json.JSONDecodeError):
+            line = f"line {error.lineno}, " if "\n" in text.rstrip() else ""
+            reason = f"{error.msg} at {line}column {error.colno}"
         raise ValueError(f"{place}: not JSON ({reason}){hint and f': {hint}'}") from error
 
 
@@ -338,7 +373,8 @@ def example(row: Row) -> Prompt:
         answer = messages.pop().content
     if not messages or messages[-1].role != "user":
         role = messages[-1].role if messages else "assistant"
-        raise ValueError(f"{name!r}: the last message must be the user's, it is the {role}'s")
+        kind = LeftOut if role in OF_TOOLS or (messages and messages[-1].given) else ValueError
+        raise kind(f"{name!r}: the last message must be the user's, it is the {role}'s")
     *history, last = messages
     if not last.content.strip():
         raise ValueError(f"{name!r}: the user's last message is empty")
@@ -402,13 +438,17 @@ def _message(what: str, given: Any) -> Message:
     role, content = given.get("role") or given.get("from"), given.get("content")
     if content is None:
         content = given.get("value")
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"{what} has the role {role!r}; it must be one of {', '.join(ROLES)}")
+    if not isinstance(role, str) or role not in (*ROLES, *OF_TOOLS):
+        known = ", ".join((*ROLES, *OF_TOOLS))
+        raise ValueError(f"{what} has the role {role!r}; it must be one of {known}")
     if isinstance(content, list):
         parts: list[Any] = [
             part.get("text") if isinstance(part, dict) else part for part in content
         ]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    if role in OF_TOOLS or given.get("tool_calls"):
+        text = content if isinstance(content, str) else ""
+        return Message(ROLES.get(role, role), text, {**given, "role": ROLES.get(role, role)})
     if not isinstance(content, str):
         raise ValueError(f"{what} must hold text, or a list of parts that are all text")
     return Message(ROLES[role], content)

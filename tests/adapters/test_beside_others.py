@@ -12,7 +12,14 @@ import torch
 from adapter_oracle import randomise
 from conftest import Tiny, prompt, ragged
 from covering import covering
-from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from running import drafting
 from safetensors import safe_open
 from torch import nn
@@ -20,6 +27,8 @@ from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec.adapters.active import find_active
+from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.drafting.draft_vocabulary import DraftVocabulary
 from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.methods.registry import methods
@@ -78,7 +87,7 @@ def saved(fresh: Tiny, folder: Path, name: str, architecture: str = "llama") -> 
 
 def tokens(model: Any, name: str | None = None, **inputs: Any) -> list[list[int]]:
     inputs = inputs or ragged()
-    more = {} if name is None else drafting(STRATEGY[name])
+    more = {} if name is None else drafting(STRATEGY.get(name, name))
     return model.generate(**inputs, max_new_tokens=10, do_sample=False, **more).tolist()
 
 
@@ -280,6 +289,43 @@ def test_merging_the_lora(fresh, tmp_path, ours_first):
     assert tokens(alone, "medusa") == tokens(alone) == expected
 
 
+#: Of PEFT's types, what a tiny model needs; None for those that do not run on one: they put tokens
+#: into the prompt, need numbers of tasks, a layout or a library of their own, or no cache, or are
+#: refused.
+FIELDS: dict[str, dict[str, Any] | None] = {
+    **dict.fromkeys(
+        (
+            "ADAMSS", "ADAPTION_PROMPT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING",
+            "POLY", "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA",
+        )
+    ),
+    "ADALORA": {"total_step": 10}, "C3A": {"block_size": 8}, "FOURIERFT": {"n_frequency": 10},
+    "IA3": {"feedforward_modules": []}, "OFT": {"oft_block_size": 8}, "ROAD": {"group_size": 8},
+    "TRAINABLE_TOKENS": {"token_indices": [3, 5], "target_modules": ["embed_tokens"]},
+    "VBLORA": {"vector_length": 8}, "WAVEFT": {"n_frequency": 10},
+}  # fmt: skip
+TYPES = sorted(
+    str(getattr(kind, "value", kind)) for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
+    if not issubclass(config, SpecPeftConfig)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if FIELDS.get(kind, {}) is not None])
+def test_every_type_of_peft_after_a_drafter(shallow, kind):
+    """Some types compare fields of theirs with those of every config on the model."""
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    fields = {"target_modules": ["q_proj", "v_proj"], **(FIELDS.get(kind) or {})}
+    if "r" in config_class.__dataclass_fields__ and kind != "OFT":
+        fields["r"] = 4
+    model: Any = shallow("llama", layers=2)
+    ours = hf_spec.MedusaConfig(num_heads=2, inference_mode=True)  # as one that is loaded
+    adapter_oracle.added(model, ours, "ours")
+    tuned = get_peft_model(model, config_class(task_type="CAUSAL_LM", **fields), "theirs").eval()
+    assert set(model.peft_config) == {"ours", "theirs"}
+    expected = tokens(tuned, input_ids=prompt(9))
+    assert tokens(tuned, "medusa", input_ids=prompt(9)) == expected
+
+
 # -------------------------------------------------------------------------- resized vocabularies
 
 
@@ -306,6 +352,86 @@ def test_a_vocabulary_that_grew(fresh, tmp_path, name, architecture):
         out = model.generate(prompt(9), max_new_tokens=12, do_sample=True, top_k=0, **more)
         sampled.append(out.tolist())
     assert sampled[0] == sampled[1]
+
+
+#: Drafters with rows of their own for each token.
+BLOCK = {"mask_token_id": 3, "num_layers": 1, "markov_rank": 2}
+OWN_ROWS: dict[str, Callable[[], Any]] = {
+    "eagle3": lambda: hf_spec.Eagle3Config(norm_output=True),
+    "own embeddings": lambda: hf_spec.Eagle3Config(own_embeddings=True, mask_token_id=4),
+    "gated": lambda: hf_spec.DSparkConfig(markov_head="gated", **BLOCK),
+    "rnn": lambda: hf_spec.DSparkConfig(markov_head="rnn", confidence_head="markov", **BLOCK),
+    "domino": lambda: hf_spec.DFlashConfig(markov_head="domino", **BLOCK),
+    "dspine": lambda: hf_spec.DFlashConfig(markov_head="dspine", **BLOCK),
+    "xpress": lambda: hf_spec.DFlashConfig(markov_head="xpress", **BLOCK),
+    "selector": lambda: hf_spec.DFlashConfig(markov_head="selector", head="own", **BLOCK),
+    "heads": lambda: hf_spec.MedusaConfig(projection="own", markov_rank=2),
+    "predictor": lambda: hf_spec.PPDConfig(num_prompt_tokens=2, head="vocabulary"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_ROWS)
+def test_rows_of_tokens_follow_a_vocabulary(fresh, name):
+    """Attached drafters draft for a model that gains or loses tokens, and train on it."""
+    config = OWN_ROWS[name]()
+    for size in (70, 50):
+        model: Any = fresh("llama")
+        adapter_oracle.added(model, config)
+        torch.manual_seed(1)
+        model.resize_token_embeddings(size)
+        ids = torch.randint(3, size, (2, 9))
+        ids[0, 3] = size - 1
+        method = methods()[config.strategy]
+        for rows, sampling in ((2, {"do_sample": False}), (1, {"do_sample": True, "top_k": 0})):
+            found = []
+            for more in ({}, drafting(method.name)):
+                torch.manual_seed(7)
+                out = model.generate(ids[:rows], max_new_tokens=8, **sampling, **more)
+                found.append(out.tolist())
+            assert found[0] == found[1]
+        rows = [(row[:3].tolist(), row[3:].tolist()) for row in ids]
+        batch = adapter_oracle.batch_of(rows, num_anchors=2)
+        adapter, given = find_active(model, config.type_name), TrainingBatch(**batch)
+        assert method.objective(model, adapter, given)["loss"].isfinite()
+
+
+class Streamed(list):
+    """What a streamer gets."""
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.extend(tokens.flatten().tolist())
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (hf_spec.DFlashConfig(), r"mask_token_id=60.*0 to 29.*resize_token_embeddings\(61\)"),
+        (hf_spec.Eagle3Config(mask_token_id=40), r"mask_token_id=40: .*_embeddings\(41\)"),
+        *(
+            (config(draft_vocab_size=40), r"predicts tokens 0 to 39; .* has 30.*_embeddings\(40\)")
+            for config in (hf_spec.Eagle3Config, hf_spec.MedusaConfig, hf_spec.BitaConfig)
+        ),
+        (
+            hf_spec.DSparkConfig(draft_vocab_size=40, mask_token_id=3),
+            r"predicts tokens 0 to 39; .* has 30.*_embeddings\(40\)",
+        ),
+    ],
+    ids=lambda one: getattr(one, "strategy", ""),
+)
+def test_lost_tokens_that_a_drafter_needs(fresh, config, said):
+    """Refused before the first token, by the size that the vocabulary must have again."""
+    model: Any = fresh("llama")
+    adapter_oracle.added(model, config)
+    model.resize_token_embeddings(30)
+    ids, seen = prompt(9).clamp(max=29), Streamed()
+    with pytest.raises(ValueError, match=said):
+        model.generate(ids, max_new_tokens=4, streamer=seen, **drafting(config.strategy))
+    assert len(seen) in (0, 9)
+    model.resize_token_embeddings(61)
+    assert tokens(model, config.strategy, input_ids=ids) == tokens(model, input_ids=ids)
 
 
 def test_a_vocabulary_that_shrank(fresh, tmp_path):

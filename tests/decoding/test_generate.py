@@ -306,6 +306,23 @@ def test_scores_and_logits(tiny: Tiny, spec: Spec) -> None:
             torch.testing.assert_close(*(one[live] for one in transitions), rtol=1e-4, atol=1e-4)
 
 
+def test_statistics_of_a_model_inside_others(fresh: Tiny) -> None:
+    """A PeftModel, a compiled model, a distributed one, a module of one's own, one in another."""
+    model: Any = fresh("llama")
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module: Any):
+            super().__init__()
+            self.module = module
+
+    tuned = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    around = [tuned, Wrapper(tuned), Wrapper(torch.compile(model)), Wrapper(Wrapper(model))]
+    assert all(hf_spec.last_stats(one) is None for one in around)
+    tuned.generate(input_ids=prompt(), **GREEDY, assistant_strategy="prompt_lookup")
+    own = hf_spec.last_stats(model)
+    assert own is not None and all(hf_spec.last_stats(one) is own for one in around)
+
+
 @pytest.mark.parametrize("eos", [None, [5, 18, 50]])
 def test_spec_stats(fresh: Tiny, spec: Spec, eos: list[int] | None) -> None:
     model = fresh("llama_tied")

@@ -8,10 +8,11 @@ import pytest
 import torch
 from architectures import build
 from conftest import STRATEGIES, Tiny, check_same, prompt, ragged, shared
-from peft import LoraConfig, PromptTuningConfig, XLoraConfig, get_peft_model
+from peft import LilyConfig, LoraConfig, PromptTuningConfig, XLoraConfig, get_peft_model
 from running import drafting, no_forward
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     CompileConfig,
     GenerationConfig,
@@ -209,3 +210,22 @@ def test_learned_states_for_every_layer(model_type: str, message: str) -> None:
     model.add_adapter(hf_spec.BitaConfig(prompt_depth="none"), "fits")
     check_same(model, drafting("bita"), prompt(), **GREEDY)
     model.delete_adapter("fits")
+
+
+def test_an_encoder_is_called_so():
+    """A BERT that is no decoder generates, with each token seeing those behind it."""
+    fields = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 61}
+    config = AutoConfig.for_model("bert", num_hidden_layers=1, num_attention_heads=4, **fields)
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ValueError, match="is an encoder .is_decoder=False in its config"):
+        model.generate(prompt(), **GREEDY, **STRATEGIES["prompt_lookup"])
+
+
+def test_an_adapter_that_averages_over_a_forward(fresh):
+    """PEFT's Lily, unless it is disabled."""
+    model = get_peft_model(fresh(), LilyConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    spec = {**GREEDY, **STRATEGIES["prompt_lookup"]}
+    with pytest.raises(ValueError, match=r"peft_type='LILY'.*Lily \(default\) weights .* a mean"):
+        model.generate(input_ids=prompt(), **spec)
+    with model.disable_adapter():
+        assert model.generate(input_ids=prompt(), **spec).shape[1] == prompt().shape[1] + 8

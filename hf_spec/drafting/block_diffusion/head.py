@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from hf_spec.adapters.predicting import vocab_size
 from hf_spec.drafting.markov_head import ConditionalHead, Remembered
 
 #: Shapes of tensors by name.
@@ -71,9 +73,19 @@ class BlockHead(ConditionalHead):
         self, logits: Tensor, previous: Tensor, states: Tensor, memory: Tensor | None = None,
         among: Tensor | None = None,
     ) -> Remembered:  # fmt: skip
-        """See :class:`ConditionalHead`; of the tokens ``among``, ``(..., k)``, or of all."""
+        """See :class:`ConditionalHead`; of the tokens ``among``, ``(..., k)``, or of all. Logits of
+        tokens that the model has gained since stay as they are."""
         features, memory = self.features(previous, states, memory)
-        return logits + products(features, self.weights[self.output], among).to(logits), memory
+        weight = self.weights[self.output]
+        if among is None:
+            change = products(features, weight, None)
+            change = functional.pad(change, (0, logits.shape[-1] - len(weight)))
+        elif len(weight) < (self.config.draft_vocab_size or vocab_size(self.network.model)):
+            change = products(features, weight, among.clamp(max=len(weight) - 1))
+            change = change.masked_fill(among >= len(weight), 0.0)
+        else:
+            change = products(features, weight, among)
+        return logits + change.to(logits), memory
 
     @abstractmethod
     def features(self, previous: Tensor, states: Tensor, memory: Tensor | None) -> Remembered:
@@ -82,7 +94,7 @@ class BlockHead(ConditionalHead):
 
     def linear(self, names: Sequence[str], inputs: Tensor) -> Tensor:
         """The product with a matrix, and the bias if there is one, of these names."""
-        return torch.nn.functional.linear(inputs, *(self.weights[name] for name in names))
+        return functional.linear(inputs, *(self.weights[name] for name in names))
 
     def after_layer(self, index: int, hidden: Tensor, anchors: Tensor) -> Tensor:
         """What becomes of a layer's output.
@@ -125,12 +137,12 @@ def drafted(config: Any, known: int) -> int:
 
 def look_up(table: Tensor, tokens: Tensor) -> Tensor:
     """Rows of a table. Tokens that the model has gained since have none: they get the last one."""
-    return torch.nn.functional.embedding(tokens.to(table.device).clamp(max=len(table) - 1), table)
+    return functional.embedding(tokens.to(table.device).clamp(max=len(table) - 1), table)
 
 
 def products(states: Tensor, weight: Tensor, among: Tensor | None) -> Tensor:
     """Of states ``(..., n, features)`` with all rows of a matrix, or those ``among`` ``(..., 1 or
     n, k)``: ``(..., n, rows or k)``."""
     if among is None:
-        return torch.nn.functional.linear(states, weight)
+        return functional.linear(states, weight)
     return torch.einsum("...kh,...h->...k", weight[among], states)

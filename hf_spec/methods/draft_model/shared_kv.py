@@ -31,6 +31,7 @@ from hf_spec.model.hidden_states import Reads, captured, gather_hidden, supporte
 from hf_spec.model.programs import DraftProgram
 from hf_spec.modeling_patches.attention_masks import TreeAttention
 from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import only_logits
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.modeling_patches.shared_kv import shared_kv_sources, with_given_masks
 from hf_spec.modeling_patches.weights import placement
@@ -153,6 +154,7 @@ class SharedKVDrafter(AssistantDrafter):
             shared_kv_states=states, use_cache=False, return_dict=True,
             # Of rows given by number none are cut off, which fails without per-layer embeddings.
             logits_to_keep=torch.arange(count, device=positions.device),
+            **only_logits(self.assistant),
         )  # fmt: skip
         self._after = found.last_hidden_state
         logits: Tensor = found.logits[..., : self.shared]

@@ -10,8 +10,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_spec.core.checks import explained
-from hf_spec.tools.data import Message, Prompt, example, plain_text, read
+from hf_spec.core.checks import explained, first_line
+from hf_spec.tools.data import (
+    LeftOut,
+    Message,
+    Prompt,
+    example,
+    log_left_out,
+    plain_text,
+    read,
+)
 
 #: Prompts for those who bring none: four of each of six tasks, written for this package.
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
@@ -75,16 +83,36 @@ def encode(
     if getattr(tokenizer, "chat_template", None):
         from jinja2 import TemplateError
 
-        chat = [message._asdict() for message in (*history, Message("user", text))]
-        roles = ", ".join(message["role"] for message in chat)
-        what = f"the tokenizer's chat template refuses messages of the roles {roles}"
-        with explained(what, TemplateError):
+        chat = [message.for_template for message in (*history, Message("user", text))]
+        try:
             encoded = tokenizer.apply_chat_template(
                 chat, add_generation_prompt=True, tokenize=True, return_dict=True, **template
             )
+        except (TemplateError, TypeError) as error:  # of a content that is null, say
+            roles = ", ".join(message["role"] for message in chat)
+            raise LeftOut(
+                f"the tokenizer's chat template refuses messages of the roles {roles}: "
+                f"{first_line(error)}"
+            ) from error
     else:
         encoded = tokenizer(plain_text(text, history), verbose=False)
     return list(encoded["input_ids"])
+
+
+def usable(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts that the tokenizer's chat template takes; the log counts the others. A ValueError
+    if there is none."""
+    found, refused = [], []
+    for prompt in prompts:
+        try:
+            encode(tokenizer, prompt.text, prompt.history)
+            found.append(prompt)
+        except LeftOut as error:
+            refused.append(f"{prompt.source or 'prompt'}, row {prompt.question_id}: {error}")
+    if refused and not found:
+        raise ValueError(refused[0])
+    log_left_out(refused)
+    return found
 
 
 def encode_answer(tokenizer: Any, text: str) -> list[int]:

@@ -50,6 +50,8 @@ def serve(
                  chat template takes them), seed (if no other request runs), temperature (0 is
                  greedy; others where the server samples, see --do-sample), generation_config (JSON;
                  replaces the server's defaults: assistant_strategy, do_sample, top_k, ...)
+      refused    with status 400: strategies and options that cannot be, prompts that are too long
+      bounded    max_tokens, by what the context leaves
       ignored    n, logprobs, response_format, tool_choice, presence_penalty, user
     """
     require("serve", "fastapi", "openai", "pydantic", "uvicorn")
@@ -81,7 +83,7 @@ def _prepare_models(
     """Let the server attach the adapters to each model, and generate with the strategy."""
     from hf_spec.decoding.validate import check_strategy
     from hf_spec.model.packed_weights import pack_where_it_pays
-    from hf_spec.modeling_patches.served_models import on_load
+    from hf_spec.modeling_patches.served_models import on_load, on_request
 
     adapters = read_adapters(paths)
     chosen = single_strategy(strategy, adapters, NO_STRATEGY)
@@ -91,6 +93,9 @@ def _prepare_models(
             f"--continuous-batching with strategy {chosen!r}: its paged cache cannot hold a tree. "
             "Leave it out, or give --strategy none."
         )
+
+    drafts = ", ".join(f"{one.path} ({one.strategy})" for one in adapters) or "none"
+    echo(f"hf-spec: strategy {chosen or NO_STRATEGY}, adapters: {drafts}", err=True)
 
     def prepare(model: Any) -> None:
         load_adapters(model, adapters)
@@ -104,3 +109,40 @@ def _prepare_models(
             check_strategy(model, config)
 
     on_load(prepare)
+    on_request(_check_request, _report)
+
+
+def _check_request(model: Any, tokenizer: Any, inputs: Any, config: Any) -> None:
+    """Raise a ValueError for a prompt, strategy or option that cannot be; ask for no more tokens
+    than there is room for in the model's context."""
+    from hf_spec.decoding.validate import check_strategy
+    from hf_spec.tools.bench.prompts import context_limit
+
+    length, limit = inputs["input_ids"].shape[-1], context_limit(model, tokenizer)
+    if limit is not None:
+        if length >= limit:
+            raise ValueError(
+                f"the prompt has {length} tokens, and the model's context holds {limit}: shorten it"
+            )
+        for name, most in (("max_new_tokens", limit - length), ("max_length", limit)):
+            if (getattr(config, name) or 0) > most:
+                setattr(config, name, most)
+    if getattr(config, "assistant_strategy", None) is not None:
+        check_strategy(model, config)
+
+
+def _report(model: Any) -> None:
+    """Log the figures of a request, unless it named no strategy."""
+    from hf_spec.core.memory import memory
+    from hf_spec.decoding.outputs import last_stats
+
+    stats = last_stats(model)
+    known = memory(model)
+    if stats is not None and known.get(_report) is not stats:
+        known[_report] = stats
+        tokens, seconds = stats.num_generated_tokens, stats.total_seconds
+        echo(
+            f"hf-spec: {stats.strategy}: {tokens} tokens, tau {stats.mean_accepted_tokens:.2f}, "
+            f"{tokens / seconds:.1f} tokens/s",
+            err=True,
+        )

@@ -16,7 +16,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_spec.core.checks import INSTALL
+from hf_spec.core.checks import INSTALL, explained, names_its_files
 from hf_spec.drafting.options import ACCEPTANCE_RULES
 from hf_spec.files import read_json, write_atomically
 from hf_spec.methods.registry import Method
@@ -33,14 +33,13 @@ METADATA = re.compile(r"\A\s*---\n.*?\n---\s*\n", re.DOTALL)
 PEFT_VERSION = re.compile(r"(### Framework versions\s+)?^- PEFT \S+$", re.MULTILINE)
 
 
+@names_its_files
 def render_card(
     folder: Path, repository: str | None = None, base_model: str | None = None, **metadata: Any
 ) -> str:
     """The text of a card, with the adapter's name on the Hub and that of its base model; by default
     the folder's name, and what ``adapter_config.json`` says. ``metadata`` are fields that nothing
     in the folder says, such as ``license`` and ``language``."""
-    from huggingface_hub import ModelCard
-
     method, options = read_spec_config(folder)
     adapter = read_json(folder / CONFIG)
     base_model = base_model or adapter.get("base_model_name_or_path") or "the base model"
@@ -57,7 +56,7 @@ def render_card(
         source = files("hf_spec.hub_cards") / "training.md"
         trained = _render(source, training=training, distances=list(distances))
     acceptance, figures = method.parse_options(options).acceptance, _figures(folder, method, search)
-    card = ModelCard.from_template(
+    card = _filled(
         _metadata(repository, base_model if public else None, method, figures, training, metadata),
         template_str=(files("hf_spec.hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),
         install=INSTALL, title=repository.rpartition("/")[2], repository=repository,
@@ -172,10 +171,23 @@ def write_card(
     return folder / CARD
 
 
-def _render(source: Traversable, **values: Any) -> str:
-    from jinja2 import Template
+#: What is wrong with records where a template asks for more.
+_NOT_THERE = "what was recorded of the adapter does not fit its card"
 
-    return Template(source.read_text(encoding="utf-8")).render(**values).strip()
+
+def _filled(data: Any, **values: Any) -> Any:
+    from huggingface_hub import ModelCard
+    from jinja2 import TemplateError
+
+    with explained(_NOT_THERE, TemplateError):
+        return ModelCard.from_template(data, **values)
+
+
+def _render(source: Traversable, **values: Any) -> str:
+    from jinja2 import Template, TemplateError
+
+    with explained(_NOT_THERE, TemplateError):
+        return Template(source.read_text(encoding="utf-8")).render(**values).strip()
 
 
 def _figures(folder: Path, method: Method, search: dict[str, Any]) -> dict[str, Any] | None:

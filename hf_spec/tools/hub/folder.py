@@ -14,6 +14,7 @@ from typing import Any
 import hf_spec
 from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
 from hf_spec.adapters.repo_files import CARD, GENERATION, SHIM, says_the_same, shim_text
+from hf_spec.core.checks import names_its_files
 from hf_spec.files import is_path, read_json, write_atomically, writing
 from hf_spec.methods.registry import Method, get_method
 
@@ -113,6 +114,7 @@ def write_shim(folder: Path) -> None:
     write_atomically(folder / SHIM, shim_text(method.name, options, method.peft_type))
 
 
+@names_its_files
 def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
     """The strategy and options in ``generation_config.json``."""
     data = read_json(folder / GENERATION)
@@ -124,6 +126,7 @@ def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
     return method, options
 
 
+@names_its_files
 def check_complete(folder: Path) -> None:
     """Check that a folder is a complete adapter repository whose files fit together."""
     if not folder.is_dir():

@@ -26,7 +26,7 @@ from hf_spec.adapters.checkpoint import (
     shards,
 )
 from hf_spec.adapters.layer import layer_of
-from hf_spec.core.checks import check_choice, explained, first_line
+from hf_spec.core.checks import UNFIT, check_choice, explained, first_line, names_its_files
 from hf_spec.files import read_json, write_json
 from hf_spec.methods.registry import Method, methods
 from hf_spec.modeling_patches.fp8 import FP8, SCALES, dequantized
@@ -65,6 +65,7 @@ def importable(name: str) -> tuple[Method, Reader]:
     return methods()[name], known[name]
 
 
+@names_its_files
 def recognized(place: str) -> tuple[str, Path]:
     """The method that a published checkpoint belongs to, and its file (:func:`find_published`)."""
     known = _layouts()
@@ -178,7 +179,7 @@ def convert(
     assert method.adapter_config is not None
     for name in given or ():
         check_choice("field", name, [one.name for one in fields_of(method.adapter_config)])
-    with explained(f"cannot import {str(path)!r}", ValueError):
+    with explained(f"cannot import {str(path)!r}", ValueError, RuntimeError, *UNFIT):
         # With the scales of those that are stored as 8-bit floats.
         tensors = read_published(path, lambda name: reader.wants(name.removesuffix(SCALES)))
         _dequantize(tensors)
@@ -223,6 +224,7 @@ def base_outline(place: str, tensors: Mapping[str, Tensor]) -> Any:
     return model
 
 
+@names_its_files
 def import_adapter(
     path: Path, method_name: str, base: Any, output: Path,
     options: dict[str, Any] | None = None, given: Mapping[str, Any] | None = None,

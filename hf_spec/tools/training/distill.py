@@ -25,7 +25,7 @@ from hf_spec.decoding.auto import LOOKUPS, choose
 from hf_spec.files import read_json, write_json, writing
 from hf_spec.tools.bench.contenders import Contender, contender_of
 from hf_spec.tools.bench.environment import environment_of
-from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
+from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread, usable
 from hf_spec.tools.bench.session import Session
 from hf_spec.tools.data import Prompt, label, read, sha256
 from hf_spec.tools.loading import chosen_device
@@ -157,6 +157,7 @@ def distill(
             of ``prompts`` the name of each file by its SHA-256, none where the model wrote them.
         contender: the strategy that ``settings`` names; None for the one that fits the model.
     """
+    prompts = usable(tokenizer, prompts)
     token_ids, truncated = encode_prompts(model, tokenizer, prompts, settings["max_new_tokens"])
     facts = _facts(model, tokenizer, settings)
     folder.check(facts)
