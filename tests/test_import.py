@@ -52,7 +52,7 @@ def test_nothing_heavy_is_imported() -> None:
     parts = {name.split(".")[1] for name in new if name.startswith("hf_spec.")}
     assert "decoding" in parts and parts <= {
         "adapters", "cache", "core", "decoding", "drafting", "files", "methods", "model",
-        "modeling_patches", "policy",
+        "modeling_patches", "policy", "threads",
     }  # fmt: skip
     tops = {name.partition(".")[0] for name in new} - set(sys.stdlib_module_names)
     known = {"hf_spec", "transformers", "peft", "torch"}
