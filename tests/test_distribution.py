@@ -22,9 +22,9 @@ LEFT_OUT = ("__pycache__", "custom_generate")
 #: Bytes of a wheel, and of its code and texts.
 LARGEST, LARGEST_TEXT = 12_000_000, 800_000
 #: Imported where they are, and not declared: Triton comes with a PyTorch for GPUs, DeepSpeed is
-#: asked for by a user's configuration of Accelerate, matplotlib and pandas
-#: by whoever asks for a plot or a frame.
-OPTIONAL = {"triton", "deepspeed", "matplotlib", "pandas"}
+#: asked for by a user's configuration of Accelerate, matplotlib and pandas by whoever wants a plot
+#: or a frame, FastAPI comes with Transformers' server.
+OPTIONAL = {"triton", "deepspeed", "matplotlib", "pandas", "fastapi"}
 
 
 def installed_as(path: Path) -> Path:
