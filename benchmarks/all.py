@@ -40,7 +40,7 @@ from hf_spec.core.checks import duration, first_line
 from hf_spec.files import write_atomically
 from hf_spec.tools.bench.contenders import STOCK, parse_names
 from hf_spec.tools.bench.prompts import Prompt, context_limit, encode, read_prompts, spread
-from hf_spec.tools.cli.options import whole_numbers
+from hf_spec.tools.cli.common import whole_numbers
 from hf_spec.tools.loading import NATIVE, native_dtype, read_adapters
 
 #: Sampling of the tables; None is greedy decoding.

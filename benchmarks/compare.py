@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from hf_spec.core.checks import first_line
 from hf_spec.files import read_json
-from hf_spec.tools.bench.report import aligned
-from hf_spec.tools.bench.results import interval
+from hf_spec.tools.bench.results import aligned, interval
 
 #: Tokens, forwards and seconds of a prompt or batch, then the same of its baseline.
 Sums = tuple[float, ...]

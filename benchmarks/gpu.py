@@ -37,9 +37,9 @@ from hf_spec.core.checks import first_line
 from hf_spec.core.stats import synchronize
 from hf_spec.files import read_json, write_json
 from hf_spec.tools.bench.contenders import STOCK_ASSISTED, STOCK_LOOKUP
-from hf_spec.tools.bench.report import aligned
+from hf_spec.tools.bench.results import aligned
 from hf_spec.tools.bench.synthetic import SyntheticRates
-from hf_spec.tools.cli.options import whole_numbers
+from hf_spec.tools.cli.common import whole_numbers
 
 #: Seconds until a process measures, for a row, and for one that compiles.
 LOADING, LIMIT, COMPILING = 150.0, 60.0, 400.0

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_spec.core import mask as masks
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.shapes import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.modeling_patches.attention_masks import unpacked
 

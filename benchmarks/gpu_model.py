@@ -21,11 +21,11 @@ from transformers import (
 from wide import SHAPES, Shape, built, widen_adapter, widened
 
 import hf_spec
-from hf_spec.model.captures import CUDA_GRAPHS
 from hf_spec.modeling_patches.attention_masks import TREE_ATTENTION
+from hf_spec.target.captures import CUDA_GRAPHS
 from hf_spec.tools.bench import contenders as entries
 from hf_spec.tools.bench.prompts import BUNDLED, encode, read_prompts, spread
-from hf_spec.tools.bench.session import pad_left
+from hf_spec.tools.bench.runner import pad_left
 from hf_spec.tools.bench.synthetic import SyntheticRates
 
 Row = dict[str, Any]

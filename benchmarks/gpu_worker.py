@@ -23,18 +23,17 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import StoppingCriteria
 
 import hf_spec
-from hf_spec.cache.convert import take_over
-from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.cache.tree_cache import TreeCache, take_over
 from hf_spec.core.memory import memory
 from hf_spec.core.stats import PHASES, synchronize
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.step import Steps
-from hf_spec.model.compiled import CompiledTarget
-from hf_spec.model.graphs import Graphs
-from hf_spec.model.target import Target
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.target.compiled import CompiledTarget
+from hf_spec.target.graphs import Graphs
+from hf_spec.target.target import Target
 from hf_spec.tools.bench.environment import environment_of
-from hf_spec.tools.bench.session import MOST_COMPILING
+from hf_spec.tools.bench.runner import MOST_COMPILING
 
 #: New tokens of a call whose launches are counted.
 COUNTED = 12

@@ -21,10 +21,10 @@ from hf_spec.files import read_json
 from hf_spec.tools.bench.contenders import contender_of
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.prompts import read_prompts, spread
-from hf_spec.tools.bench.report import write_results
+from hf_spec.tools.bench.results import write_results
 from hf_spec.tools.bench.runner import run
 from hf_spec.tools.loading import load_model
-from hf_spec.tools.search.layers import STRATEGY, TRIAL_OPTIONS, Choice, skippable
+from hf_spec.tools.search import STRATEGY, TRIAL_OPTIONS, Choice, skippable
 
 #: Seeds of random choices.
 SEEDS = range(3)

@@ -20,7 +20,7 @@ import torch
 
 from hf_spec.tools.bench.contenders import BASELINE, Contender, contenders
 from hf_spec.tools.bench.prompts import Prompt, encode_answer, encode_prompts, read_prompts, spread
-from hf_spec.tools.bench.session import Session
+from hf_spec.tools.bench.runner import Session
 from hf_spec.tools.loading import load_model, read_adapters
 
 #: A number such as 1,234.50, as answers to arithmetic problems end with.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from demo_data import modeling_files, read_source
 
-from hf_spec.tools.demo.demo import model_folder
+from hf_spec.tools.demo import model_folder
 
 SEED, PROMPTS, LINES, NEW_TOKENS = 20261123, 800, (8, 40), 128
 METHODS, EPOCHS = ("bita", "medusa", "ppd", "propd", "space"), 4

@@ -30,7 +30,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_spec.files import write_json
 from hf_spec.tools.bench.environment import machine
-from hf_spec.tools.training.muon import RATE, WithMuon, layer_matrices
+from hf_spec.tools.training.trainer import RATE, WithMuon, layer_matrices
 
 SEED = 20261121
 VOCAB_SIZE = 4096

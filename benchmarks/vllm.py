@@ -40,7 +40,7 @@ from hf_spec.tools.bench.contenders import BASELINE, contenders, parse_names
 from hf_spec.tools.bench.contenders import with_compiled as and_compiled
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
-from hf_spec.tools.bench.session import Session, eos_ids, rotated
+from hf_spec.tools.bench.runner import Session, eos_ids, rotated
 from hf_spec.tools.loading import load_model, read_adapters
 
 WORKER = Path(__file__).with_name("vllm_worker.py")

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_spec.adapters.active import find_active
-from hf_spec.adapters.base_model import facts_of
-from hf_spec.adapters.predicting import MARKOV_HEAD
-from hf_spec.drafting.decoder import DecoderConfig
+from hf_spec.adapters.config import MARKOV_HEAD, facts_of
+from hf_spec.adapters.loading import find_active
 from hf_spec.files import write_json
+from hf_spec.predict.decoder import DecoderConfig
 
 #: Standard deviation of random weights.
 STD = 0.02

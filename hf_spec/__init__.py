@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from hf_spec.tools.bench.benchmark import benchmark
+    from hf_spec.tools.bench.runner import benchmark
 
 __version__ = "0.2.0"
 
@@ -24,22 +24,20 @@ _waits = (
     and "hf_spec.tools.cli.main" not in _sys.modules
 )
 if not _waits:
-    from hf_spec.adapters.active import merge_adapter, unmerge_adapter
+    from hf_spec.adapters.loading import merge_adapter, unmerge_adapter
+    from hf_spec.core.shapes import TokenTree
     from hf_spec.core.stats import SpecStats
-    from hf_spec.core.token_tree import TokenTree
     from hf_spec.core.tree import Tree
-    from hf_spec.decoding.compiling import warm_up
-    from hf_spec.decoding.config import SpecConfig
-    from hf_spec.decoding.config import note_source as _note_source
-    from hf_spec.decoding.custom import generate
+    from hf_spec.decoding.call import SpecConfig, warm_up
+    from hf_spec.decoding.call import check_arguments as _check_arguments
+    from hf_spec.decoding.call import note_source as _note_source
+    from hf_spec.decoding.call import validate_call as _validate_call
+    from hf_spec.decoding.loop import SpecGenerateOutput, generate, last_stats
     from hf_spec.decoding.loop import decode as _decode
-    from hf_spec.decoding.outputs import SpecGenerateOutput, last_stats
-    from hf_spec.decoding.validate import check_arguments as _check_arguments
-    from hf_spec.decoding.validate import validate_call as _validate_call
-    from hf_spec.drafting.drafter import Drafter
-    from hf_spec.drafting.options import AUTO as _AUTO
-    from hf_spec.drafting.options import DraftOptions
-    from hf_spec.drafting.rollouts import RolloutHistory
+    from hf_spec.draft.drafter import Drafter
+    from hf_spec.draft.options import AUTO as _AUTO
+    from hf_spec.draft.options import DraftOptions
+    from hf_spec.draft.rollouts import RolloutHistory
     from hf_spec.methods.bita import BitaConfig
     from hf_spec.methods.dflash import DFlashConfig
     from hf_spec.methods.dspark import DSparkConfig
@@ -52,9 +50,9 @@ if not _waits:
     from hf_spec.methods.registry import Method, register_method
     from hf_spec.methods.registry import methods as _methods
     from hf_spec.methods.space import SpaceConfig
-    from hf_spec.model.packed_weights import pack_weights
     from hf_spec.modeling_patches import generation_mode as _generation_mode
-    from hf_spec.modeling_patches.tested_versions import warn_of_newer as _warn_of_newer
+    from hf_spec.modeling_patches.generation_mode import warn_of_newer as _warn_of_newer
+    from hf_spec.target.packed_weights import pack_weights
 
     _warn_of_newer()
     _generation_mode.register(
@@ -74,7 +72,7 @@ if not _waits:
     def __getattr__(name: str) -> _Any:
         # The one name of a tool, which takes a second to import: when it is first asked for.
         if name == "benchmark":
-            from hf_spec.tools.bench.benchmark import benchmark
+            from hf_spec.tools.bench.runner import benchmark
 
             globals()[name] = benchmark
             return benchmark

@@ -14,9 +14,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import SpecStats
-from hf_spec.decoding.outputs import last_stats
-from hf_spec.drafting.rollouts import RolloutHistory
-from hf_spec.model.captures import CUDA_GRAPHS
+from hf_spec.decoding.loop import last_stats
+from hf_spec.draft.rollouts import RolloutHistory
+from hf_spec.target.captures import CUDA_GRAPHS
 
 logger = logging.getLogger(__name__)
 

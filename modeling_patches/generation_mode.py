@@ -1,11 +1,7 @@
-"""Adds a generation mode to Transformers, which a generation option selects.
-
-Transformers looks up the decoding method of a generation mode in a table. ``register`` adds a mode
-to that table, a method to ``GenerationMixin`` and attributes to ``GenerationConfig``. With the
-attributes at None, ``generate`` is unchanged.
-"""
+"""A generation mode of one's own in `generate()`."""
 
 import functools
+import importlib
 import inspect
 import logging
 from collections.abc import Callable
@@ -13,12 +9,41 @@ from contextvars import ContextVar
 from enum import Enum
 from typing import Any, NamedTuple
 
+from packaging.version import Version
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from hf_spec.modeling_patches.patch_method import patch_method
+from hf_spec.modeling_patches.per_call import patch_method
+
+# -- The newest versions of the libraries underneath that hf_spec is tested with -------------------
+#
+# This is the only place that looks at a version: whatever differs between versions is found by what
+# is there. A newer one may well work, so it is warned of and not refused.
 
 logger = logging.getLogger(__name__)
+
+#: Major and minor version by package, as in constraints.txt.
+NEWEST_TESTED = {"transformers": "5.24", "peft": "0.21"}
+
+
+@functools.cache
+def warn_of_newer() -> None:
+    """Warn, once, of each library of a newer minor version."""
+    for name, tested in NEWEST_TESTED.items():
+        found = importlib.import_module(name).__version__
+        if Version(found).release[:2] > Version(tested).release:
+            logger.warning(
+                "hf_spec is tested up to %s %s; this is %s: should something fail or differ from "
+                "plain generate, install '%s==%s.*'.", name, tested, found, name, tested,
+            )  # fmt: skip
+
+
+# -- Adds a generation mode to Transformers, which a generation option selects ---------------------
+#
+# Transformers looks up the decoding method of a generation mode in a table. ``register`` adds a
+# mode to that table, a method to ``GenerationMixin`` and attributes to ``GenerationConfig``. With
+# the attributes at None, ``generate`` is unchanged.
+
 #: A mode's option in a call of ``generate`` that loads a method from a repository.
 _asked: ContextVar[Any] = ContextVar("asked", default=None)
 #: Whether a call of ``generate`` gives None for the option that selects a mode.

@@ -1,17 +1,31 @@
-"""Finds the parts of a causal language model: its decoder layers, sublayers and linear modules.
-
-A module that PEFT has wrapped is found inside the wrapper, under its original name.
-"""
+"""A model's modules: its decoder, layers, embeddings and exits."""
 
 import inspect
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import regex
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers.generation import GenerateDecoderOnlyOutput
 
+from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.modeling_patches.weights import features, in_use
+
+# -- What Transformers calls the KV cache: ``cache`` from 5.24 on, ``past_key_values`` before ------
+#
+# The name is that of the argument of ``generate`` and of models' forwards, of the field of their
+# outputs, and of the entry of ``model_kwargs``.
+
+#: The newest name that this Transformers knows; older ones are deprecated there.
+CACHE = "cache" if hasattr(GenerateDecoderOnlyOutput, "cache") else "past_key_values"
+
+
+# --------------------------------------------------------------------------------------------------
+# Finds the parts of a causal language model: its decoder layers, sublayers and linear modules.
+#
+# A module that PEFT has wrapped is found inside the wrapper, under its original name.
 
 #: Most characters of a pattern of names, and most seconds for matching all names of a model.
 PATTERN_LENGTH, PATTERN_SECONDS = 1000, 2.0
@@ -251,3 +265,40 @@ def walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     yield name, module
     for child_name, child in module.named_children():
         yield from walk(child, f"{name}.{child_name}" if name else child_name)
+
+
+# --------------------------------------------------------------------------------------------------
+# Averages the hidden states of a decoder's last layers, instead of using only the last one's.
+#
+# Everything after the layers, such as the final norm, is unchanged and runs on the average.
+
+
+def averaged_exits(
+    model: Any, changes: Changes, count: int, first: Callable[[], int] = lambda: 0
+) -> None:
+    """Replace the output of query tokens from `first` on by the mean of the last `count` layers, in
+    which `first` is called; with a `count` of 1 nothing changes."""
+    if count == 1:
+        return
+    *before, last = decoder_layers(model)[-count:]
+    seen: list[Tensor] = []
+
+    def note(args: Any, kwargs: Any, output: Any) -> None:
+        seen.append(_hidden(output)[:, first() :])
+
+    def average(args: Any, kwargs: Any, output: Any) -> Any:
+        hidden = _hidden(output)
+        exits = [state.to(hidden.device) for state in seen] + [hidden[:, first() :]]
+        seen.clear()
+        if first() == hidden.shape[1]:
+            return None
+        mixed = torch.cat([hidden[:, : first()], torch.stack(exits).mean(0)], dim=1)
+        return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
+
+    for layer in before:
+        changes.after(layer, note)
+    changes.after(last, average)
+
+
+def _hidden(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output

@@ -1,20 +1,13 @@
-"""Changes to a shared model that apply to one call only.
-
-Hooks are not attached for a call and removed afterwards: other threads would run them, and an
-interrupt would leave them behind. Instead, a module gets permanent *dispatchers*: a hook, or a
-method of the instance, that asks the running call's :class:`Changes` what to do. The running call
-is in a context variable. In all other calls, also in other threads, there is none, and dispatchers
-do what the module does without them. They stay on the model when it is copied or pickled. Code that
-``torch.compile`` traces skips them, so in calls with changes a model's compiled parts run
-uncompiled (:func:`step_aside`).
-"""
+"""Changes to a model for one call."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -22,6 +15,16 @@ import torch
 from torch import nn
 
 from hf_spec.threads import Lock
+
+# -- Changes to a shared model that apply to one call only -----------------------------------------
+#
+# Hooks are not attached for a call and removed afterwards: other threads would run them, and an
+# interrupt would leave them behind. Instead, a module gets permanent *dispatchers*: a hook, or a
+# method of the instance, that asks the running call's :class:`Changes` what to do. The running call
+# is in a context variable. In all other calls, also in other threads, there is none, and
+# dispatchers do what the module does without them. They stay on the model when it is copied or
+# pickled. Code that ``torch.compile`` traces skips them, so in calls with changes a model's
+# compiled parts run uncompiled (:func:`step_aside`).
 
 #: ``hook(args, kwargs)`` returns both, changed, or None to keep them.
 Before = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | None]
@@ -261,3 +264,34 @@ class _Method:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (replaced(self.module, self.name) or self.plain)(*args, **kwargs)
+
+
+# -- Wraps methods of other libraries where these have no hooks ------------------------------------
+
+
+def patch_method(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replace a method, of a class or inherited, by a function that gets the original one first.
+
+    If it is wrapped already, as modules may be loaded again, the newest function takes the place of
+    the former, also where others have wrapped the method since.
+    """
+    owner = next(cls for cls in owner.__mro__ if name in vars(cls))
+    found = vars(owner)[name]
+    original = getattr(found, "__func__", found)
+
+    def replace(function: Callable[..., Any]) -> Callable[..., Any]:
+        known = getattr(original, "_hf_spec", None)
+        if known is not None:
+            known.function = function
+            return function
+        own = SimpleNamespace(function=function)
+
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return own.function(original, *args, **kwargs)
+
+        method._hf_spec = own  # type: ignore[attr-defined]
+        setattr(owner, name, method if original is found else classmethod(method))
+        return function
+
+    return replace

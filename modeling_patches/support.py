@@ -8,9 +8,8 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import DynamicCache
 
-from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
-from hf_spec.modeling_patches.modules import takes
+from hf_spec.modeling_patches.modules import CACHE, takes
 from hf_spec.modeling_patches.ranks import tensor_parallel_size
 from hf_spec.modeling_patches.weights import placement
 

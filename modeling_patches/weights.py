@@ -1,19 +1,14 @@
-"""A model's weights as the model uses them, whatever PEFT and accelerate have made of them.
+"""A model's weights: where they are, what they are, whether they have changed."""
 
-PEFT puts modules of its own in the place of embeddings: of a LoRA, of `modules_to_save`, of
-`trainable_token_indices`. These pass on some attributes of the module inside, and compute others
-anew at each access, such as a copy of the whole weight. So nothing reads attributes of what
-`get_input_embeddings` and `get_output_embeddings` return, but asks here.
+from __future__ import annotations
 
-A weight that accelerate has offloaded has no data outside its module's forward: a hook brings it to
-the device that the module computes on, and drops it afterwards. So modules are called as always,
-and what needs a weight itself gets it from here.
-"""
-
-from collections.abc import Callable, Hashable, Iterable, Iterator
+import functools
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -23,8 +18,21 @@ from peft.utils.other import (
     TrainableTokensWrapper,
 )
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+# -- A model's weights as the model uses them, whatever PEFT and accelerate have made of them ------
+#
+# PEFT puts modules of its own in the place of embeddings: of a LoRA, of `modules_to_save`, of
+# `trainable_token_indices`. These pass on some attributes of the module inside, and compute others
+# anew at each access, such as a copy of the whole weight. So nothing reads attributes of what
+# `get_input_embeddings` and `get_output_embeddings` return, but asks here.
+#
+# A weight that accelerate has offloaded has no data outside its module's forward: a hook brings it
+# to the device that the module computes on, and drops it afterwards. So modules are called as
+# always, and what needs a weight itself gets it from here.
 
 #: Attributes with the numbers of input and output features: of torch's linear module and most
 #: quantized ones, of Transformers' `Conv1D`, and of GPTQ.
@@ -240,3 +248,155 @@ def renamed(model: Any) -> Callable[[str], str]:
     """What a tensor of the model's checkpoint is called in the model, by its name there."""
     rules, own = conversions(model), (model.base_model_prefix, model.state_dict())
     return lambda name: rename_source_key(name, *rules, *own)[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# Notices that tensors were replaced or written to, so that what was made of them is made anew.
+#
+# A tensor's version counter is not enough: writes through `.data`, as PEFT merges, and steps of
+# torch's fused optimizers do not change it. Steps of optimizers are counted here.
+
+#: The last step of an optimizer that wrote to each storage, by its address.
+_written: dict[int, int] = {}
+_steps = itertools.count()
+
+
+def _note_step(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return  # a compiled step counts as a write
+    step, groups = next(_steps), optimizer.param_groups
+    every = (x for group in groups for x in group["params"])
+    trained = [x for x in every if x.grad is not None and type(x.data) is Tensor]
+    _written.update((x.untyped_storage().data_ptr(), step) for x in trained)
+
+
+register_optimizer_step_post_hook(_note_step)
+
+Made = TypeVar("Made")
+
+
+@torch.no_grad()
+def weights_version(tensors: Sequence[Tensor]) -> Hashable:
+    """A key that changes when one of these plain tensors is replaced or written to.
+
+    It consists of addresses, version counters, steps of optimizers, and at least one entry of each
+    row and column. A write that changes none of these is not noticed: one to single entries through
+    `.data`. The host waits for each device once. Whoever keeps the key must keep the tensors, or
+    others could get their addresses.
+    """
+    places = tuple(
+        (
+            x.data_ptr(), x.dtype, x.device, None if x.is_inference() else x._version,
+            _written.get(x.untyped_storage().data_ptr()),
+        )
+        for x in tensors
+    )  # fmt: skip
+    some: dict[torch.device, list[Tensor]] = {}
+    for x in tensors:
+        entries = x.detach().reshape(-1)[:: _stride(x.shape)]
+        some.setdefault(x.device, []).append(entries.float())
+    # Bytes, since NaN does not equal itself.
+    return places, tuple(torch.cat(parts).cpu().numpy().tobytes() for parts in some.values())
+
+
+@functools.cache
+def _stride(shape: torch.Size) -> int:
+    """The largest step through the entries of a shape that meets each row and each column."""
+    columns = shape[-1] if len(shape) > 1 else 1
+    rows = math.prod(shape) // max(columns, 1)
+    most = max(min(rows, columns - 1), 1)
+    return next(step for step in range(most, 0, -1) if math.gcd(step, columns) == 1)
+
+
+def made_anew(
+    store: MutableMapping[Any, Any], owner: Any, tensors: Sequence[Tensor],
+    make: Callable[[], Made], others: Any = None,
+) -> Made:  # fmt: skip
+    """What ``store`` has for an owner; made anew where these tensors, or what else it depends on,
+    have changed."""
+    key = weights_version(tensors), others
+    known = store.get(owner)
+    if known is None or known[0] != key:
+        known = None
+        store.pop(owner, None)  # frees it before what takes its place is allocated
+        with torch.inference_mode(False), torch.no_grad():  # training may use it later
+            # With the tensors, but not the parameters, whose owner could not be freed.
+            known = store[owner] = key, [tensor.data for tensor in tensors], make()
+    made: Made = known[2]
+    return made
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights of checkpoints that are stored as 8-bit floats with a scale for each block of them, as
+#
+# DeepSeek-V3 is published ("DeepSeek-V3 Technical Report", 2024, section 3.3).
+
+#: What follows a tensor's name in that of its scales.
+SCALES = "_scale_inv"
+FP8 = torch.float8_e4m3fn
+#: Rows and columns of a block.
+BLOCK = 128
+
+
+def dequantized(name: str, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of a weight: its values times the scales of their blocks.
+
+    Args:
+        weight: ``(rows, columns)`` float8_e4m3fn
+        scales: ``(rows / 128, columns / 128)``, rounded up.
+
+    Raises:
+        ValueError: there is not one scale per block.
+    """
+    check_scales(name, weight.shape, scales.shape)
+    rows, columns = weight.shape
+    found = torch.empty(rows, columns, dtype=dtype)
+    for block, row in enumerate(scales.float()):  # few numbers at a time in float32
+        part = slice(block * BLOCK, (block + 1) * BLOCK)
+        spread = row.repeat_interleave(BLOCK)[:columns]
+        found[part] = (weight[part].float() * spread).to(dtype)
+    return found
+
+
+def check_scales(name: str, shape: Sequence[int], scales: Sequence[int]) -> None:
+    """Raise a ValueError unless there is a scale for each block of a weight."""
+    expected = tuple(-(-size // BLOCK) for size in shape)
+    if len(shape) != 2 or tuple(scales) != expected:
+        raise ValueError(
+            f"{name + SCALES!r} has shape {tuple(scales)}: a weight of shape {tuple(shape)} has "
+            f"one scale per block of {BLOCK} x {BLOCK}, which is {expected}"
+        )
+
+
+# -- Tables computed once from a model's and an adapter's weights, and again if these change -------
+
+
+def made_once(owner: Tensor, others: Sequence[Any], make: Callable[[], Made]) -> Made:
+    """The result of ``make()`` for these weights; kept as long as the owner exists.
+
+    Whether they have changed is looked up each time, for which the host waits for the device: ask
+    once per call of ``generate``.
+
+    Args:
+        owner: a tensor of the adapter; there is one such table per owner.
+        others: the other inputs: tensors; modules, with PEFT's adapters on them; or None.
+    """
+    weights, switches = [owner], []
+    for other in others:
+        tensors, switch = ([other], ()) if isinstance(other, Tensor) else made_of(other)
+        weights += tensors
+        switches.append(switch)
+    plain = [one for one in weights if is_plain(one)]
+    special = [one for one in weights if not is_plain(one)]  # held, so that no other gets its id
+    key = [*map(id, special)], switches
+    with torch.autocast(owner.device.type, enabled=False):  # later calls may run without
+        return made_anew(_KNOWN, owner, plain, lambda: (make(), special), key)[0]
+
+
+def is_plain(weight: Any) -> bool:
+    """Whether a weight is a plain tensor: neither quantized nor sharded over devices."""
+    return isinstance(weight, Tensor) and type(weight.data) is Tensor and not weight.is_meta
+
+
+#: Tables by owner.
+_KNOWN: Any = WeakTensorKeyDictionary()

@@ -13,10 +13,10 @@ from peft import get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
-from hf_spec.adapters.active import find_active
 from hf_spec.adapters.layer import CONTAINER
-from hf_spec.modeling_patches.cache_name import CACHE
-from hf_spec.tools.training.anchors import AnswerDataset, collate
+from hf_spec.adapters.loading import find_active
+from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.tools.training.dataset import AnswerDataset, collate
 
 #: Fields of adapters of the papers' own kind: without a Markov head, for all tokens.
 PAPERS = {"markov_rank": 0, "draft_vocab_size": 0}

@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_spec.methods.registry import methods
-from hf_spec.modeling_patches.tested_versions import NEWEST_TESTED
+from hf_spec.modeling_patches.generation_mode import NEWEST_TESTED
 
 #: Of the models; prompts have the tests' smaller one. The last three stand for images and such.
 VOCAB = 64

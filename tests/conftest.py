@@ -26,7 +26,7 @@ from running import drafting
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_spec.modeling_patches import fingerprint
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
 
 # More threads cost more than they bring on models of this size, above all beside other workers.
 torch.set_num_threads(1)
@@ -245,26 +245,26 @@ def random_mtp() -> Iterator[None]:
     """The strategy ``mtp`` runs on models whose checkpoints have no layers for it, too."""
     from random_mtp import read_or_random
 
-    from hf_spec.methods.mtp import weights
+    from hf_spec.methods import mtp
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "_read", read_or_random(weights._read))
+        patch.setattr(mtp, "_read", read_or_random(mtp._read))
         yield
 
 
 @pytest.fixture
 def mtp_as_shipped(random_mtp: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without these random layers."""
-    from hf_spec.methods.mtp import weights
+    from hf_spec.methods import mtp
 
-    read: Any = weights._read
-    monkeypatch.setattr(weights, "_read", read.__wrapped__)
+    read: Any = mtp._read
+    monkeypatch.setattr(mtp, "_read", read.__wrapped__)
 
 
 #: What rounds sizes up for compiled code.
 PADDED = (
-    "hf_spec.decoding.device_step", "hf_spec.drafting.autoregressive",
-    "hf_spec.drafting.forward_drafter", "hf_spec.model.compiled",
+    "hf_spec.decoding.step", "hf_spec.predict.forward_drafter",
+    "hf_spec.target.compiled",
 )  # fmt: skip
 
 
@@ -273,7 +273,7 @@ def one_size() -> Iterator[None]:
     """Compiled steps are padded to 32 nodes or more, so that code is captured for one size of
     trees, not for five: that is what tests of compiled calls take their time for. Plain steps of
     models with recurrent layers run without padding: see `sizes_as_shipped`."""
-    from hf_spec.core.buckets import bucket
+    from hf_spec.core.device import bucket
 
     with pytest.MonkeyPatch.context() as patch:
         for user in PADDED:
@@ -284,7 +284,7 @@ def one_size() -> Iterator[None]:
 @pytest.fixture
 def sizes_as_shipped(one_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this padding."""
-    from hf_spec.core.buckets import bucket
+    from hf_spec.core.device import bucket
 
     for user in PADDED:
         monkeypatch.setattr(f"{user}.bucket", bucket)
@@ -440,7 +440,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are recorded as on a GPU, compiled code included."""
     from replay import Replay
 
-    from hf_spec.model import captures
+    from hf_spec.target import captures
 
     monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
 

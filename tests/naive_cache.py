@@ -11,11 +11,10 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_spec.cache.buffers import ALIGNMENT
-from hf_spec.cache.convert import take_over
-from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.cache.attention import ALIGNMENT
+from hf_spec.cache.tree_cache import TreeCache, take_over
 from hf_spec.core.tree import Tree
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
 
 #: (heads, key dim, value dim) of each layer.
 Spec = tuple[int, int, int]
@@ -178,7 +177,7 @@ def write(cache: Any, states: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Ten
 def small_buffers(patch: pytest.MonkeyPatch, **sizes: float) -> None:
     """Buffers that are soon too small, two for all layers that are alike."""
     for name, value in {"GROWTH": 1, "LARGE": 0, "SHARE": 0.5, **sizes}.items():
-        patch.setattr(f"hf_spec.cache.buffers.{name}", value)
+        patch.setattr(f"hf_spec.cache.attention.{name}", value)
 
 
 def dynamic(states: Sequence[tuple[Tensor, Tensor]], windows: Sequence[int | None] = ()):

@@ -31,11 +31,11 @@ from running import CAPTURED, default_dtype, needed
 from torch import Tensor
 from transformers import DynamicCache, MaxLengthCriteria, WatermarkingConfig
 
-from hf_spec.methods.mtp import weights
+from hf_spec.methods import mtp
 from hf_spec.methods.registry import methods
-from hf_spec.model import captures
-from hf_spec.modeling_patches.cache_name import CACHE
-from hf_spec.tools.bench.agreement import TIE_ULPS, next_token_logits, ulp
+from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.target import captures
+from hf_spec.tools.bench.results import TIE_ULPS, next_token_logits, ulp
 
 #: Kinds of models, and the models of each.
 MODELS: dict[str, tuple[str, ...]] = {
@@ -215,7 +215,7 @@ class Outcome(NamedTuple):
     """What came of a case.
 
     Attributes:
-        result: ``exact``; ``tie``, see :mod:`hf_spec.tools.bench.agreement`; ``rounding``, as plain
+        result: ``exact``; ``tie``, see :mod:`hf_spec.tools.bench.results`; ``rounding``, as plain
             generation's own distance from float32 is larger than that of the scores of both
             tokens; ``different``; ``refused``; ``raised``; ``invalid`` where plain generation
             raises.
@@ -507,5 +507,5 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     captures.RECORDERS["cpu"] = Replay
-    weights._read = read_or_random(weights._read)  # no checkpoint of these has such layers
+    mtp._read = read_or_random(mtp._read)  # no checkpoint of these has such layers
     raise SystemExit(main())

@@ -57,8 +57,7 @@ from transformers import GenerationConfig
 
 from hf_spec.cache.recurrent import stock_states
 from hf_spec.methods.registry import methods
-from hf_spec.modeling_patches.cache_name import CACHE
-from hf_spec.modeling_patches.modules import linear_modules
+from hf_spec.modeling_patches.modules import CACHE, linear_modules
 
 #: Steps of a sequence: half of them are calls.
 STEPS = 10

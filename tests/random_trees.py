@@ -3,9 +3,8 @@
 import random
 from collections.abc import Sequence
 
-from hf_spec.core.host_tree import Row
-from hf_spec.core.probes import ProbeGroup
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.shapes import ProbeGroup, TokenTree
+from hf_spec.core.tree import Row
 
 #: Two probes per distance, as PPD's ensembles have them: those of one ensemble see each other.
 ENSEMBLE = ProbeGroup(

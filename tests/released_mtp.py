@@ -11,7 +11,7 @@ from random_mtp import random_layers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_spec.methods.mtp.weights import SINGLE
+from hf_spec.methods.mtp import SINGLE
 from hf_spec.modeling_patches.mtp import MtpLayers
 
 #: Types whose checkpoints have such layers, and how these are called there.

@@ -116,7 +116,7 @@ class Tape(TorchDispatchMode):
 
 
 class Replay:
-    """See :class:`hf_spec.model.captures.Recorder`."""
+    """See :class:`hf_spec.target.captures.Recorder`."""
 
     def __init__(self, device: torch.device):
         self._results: list[Tensor] = []

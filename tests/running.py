@@ -13,9 +13,9 @@ from covering import EVERY_CASE
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CompileConfig
 
-from hf_spec.core import transfer
+from hf_spec.core import device as transfer
 from hf_spec.core.tree import Tree
-from hf_spec.drafting.drafter import Drafter
+from hf_spec.draft.drafter import Drafter
 from hf_spec.modeling_patches import per_call
 from hf_spec.modeling_patches.per_call import Changes
 
@@ -101,8 +101,7 @@ def without_pruning(spec: dict[str, Any]) -> dict[str, Any]:
 
 def draft_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the policy chooses: every step drafts as deep as it may, and takes all draft tokens."""
-    from hf_spec.policy.plans import Plan
-    from hf_spec.policy.step_policy import StepPolicy
+    from hf_spec.draft.policy import Plan, StepPolicy
 
     monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookup=False: True)
     monkeypatch.setattr(StepPolicy, "paused", False)

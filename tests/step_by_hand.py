@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.drafting.grow import Frontier
+from hf_spec.draft.grow import Frontier
 from hf_spec.methods.registry import get_method
 
 

@@ -28,13 +28,13 @@ from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec.adapters import loading
-from hf_spec.adapters.active import find_active
 from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
-from hf_spec.adapters.predicting import PredictingConfig
+from hf_spec.adapters.config import PredictingConfig
+from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import random_anchors
-from hf_spec.drafting.forward_drafter import ForwardDrafter
 from hf_spec.methods.registry import methods
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.predict.forward_drafter import ForwardDrafter
 from hf_spec.tools.hub.card import write_card
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}

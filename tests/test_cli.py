@@ -13,11 +13,11 @@ import torch
 from tiny_checkpoint import load_checkpoint, write_prompts
 
 import hf_spec
-from hf_spec.model import packed_weights
+from hf_spec.target import packed_weights
 from hf_spec.tools import cli
-from hf_spec.tools.bench import session
+from hf_spec.tools.bench import runner
 from hf_spec.tools.bench.prompts import BUNDLED, read_prompts
-from hf_spec.tools.progress import progress_bar
+from hf_spec.tools.data import progress_bar
 
 COMMANDS = [
     "demo", "bench", "strategies", "serve", "distill", "train", "search", "doctor",
@@ -127,7 +127,7 @@ def test_bench_without_a_file_takes_prompts_of_its_own(checkpoint, tmp_path, cap
 def test_interrupted_bench_writes_what_it_has(
     checkpoint, prompts, tmp_path, monkeypatch, capsys, terminated
 ):
-    original, calls = session.Session.generate, 0
+    original, calls = runner.Session.generate, 0
 
     def interrupt(self, *args, **kwargs):
         nonlocal calls
@@ -138,7 +138,7 @@ def test_interrupted_bench_writes_what_it_has(
             signal.raise_signal(signal.SIGTERM)
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(session.Session, "generate", interrupt)
+    monkeypatch.setattr(runner.Session, "generate", interrupt)
     (tmp_path / "results.json").write_text("earlier")
     assert bench(checkpoint, prompts, tmp_path) == 130
     assert (tmp_path / "results.json").read_text() == "earlier"
@@ -224,6 +224,6 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch):
     def fail():
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr("hf_spec.tools.cli.strategies._summaries", fail)
+    monkeypatch.setattr("hf_spec.tools.cli.doctor._summaries", fail)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         cli.main(["strategies"])

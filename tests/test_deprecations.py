@@ -10,7 +10,7 @@ from test_method_contract import FIRST, adapted, strategy
 from tiny_checkpoint import save_checkpoint, write_prompts
 from transformers.utils.logging import warning_once
 
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
 from hf_spec.tools import cli
 
 #: What PEFT 0.21 itself reads of a model.

@@ -8,13 +8,13 @@ import torch
 from tiny_checkpoint import make_model, make_tokenizer
 
 import hf_spec
-from hf_spec.adapters.active import find_active
+from hf_spec.adapters.loading import find_active
 from hf_spec.core.tree import Tree
-from hf_spec.decoding.auto import choose
-from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
+from hf_spec.decoding.call import choose
+from hf_spec.predict.blocks import BlockDrafter
 from hf_spec.tools.bench.diagnosis import diagnose, supported
 from hf_spec.tools.bench.prompts import Prompt
-from hf_spec.tools.bench.session import Session
+from hf_spec.tools.bench.runner import Session
 from hf_spec.tools.cli import main
 
 DEMO = Path(hf_spec.__file__).parent / "tools" / "demo"

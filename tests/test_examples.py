@@ -18,7 +18,7 @@ from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec.tools.demo
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
 from hf_spec.tools.cli.main import app
 
 ROOT = Path(__file__).parent.parent

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import utils as generation_utils
 
 import hf_spec
-from hf_spec.modeling_patches import tested_versions
+from hf_spec.modeling_patches import generation_mode
 
 #: What only some commands need; each is imported where it is used.
 HEAVY = {
@@ -51,8 +51,8 @@ def test_nothing_heavy_is_imported() -> None:
     # Nothing of ours beyond the loop and the methods either: no command line, no benchmark.
     parts = {name.split(".")[1] for name in new if name.startswith("hf_spec.")}
     assert "decoding" in parts and parts <= {
-        "adapters", "cache", "core", "decoding", "drafting", "files", "methods", "model",
-        "modeling_patches", "policy", "threads",
+        "adapters", "cache", "core", "decoding", "draft", "files", "methods", "modeling_patches",
+        "predict", "target", "threads",
     }  # fmt: skip
     tops = {name.partition(".")[0] for name in new} - set(sys.stdlib_module_names)
     known = {"hf_spec", "transformers", "peft", "torch"}
@@ -108,13 +108,13 @@ def test_a_newer_minor_version_is_warned_of_once(
 ) -> None:
     def warned(version: str) -> str:
         monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
-        tested_versions.warn_of_newer.cache_clear()
+        generation_mode.warn_of_newer.cache_clear()
         caplog.clear()
         importlib.reload(hf_spec)
         importlib.reload(hf_spec)
         return "; ".join(record.getMessage() for record in caplog.records)
 
-    tested = tested_versions.NEWEST_TESTED["transformers"]
+    tested = generation_mode.NEWEST_TESTED["transformers"]
     newer = f"{tested[:2]}{int(tested[2:]) + 1}"
     for version in (f"{tested}.0", f"{tested}.7", "5.9.1"):
         assert warned(version) == ""
@@ -127,7 +127,7 @@ def test_a_newer_minor_version_is_warned_of_once(
 def test_the_newest_tested_versions_are_those_of_the_constraints() -> None:
     lines = (Path(__file__).parent.parent / "constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if "==" in line)
-    for name, tested in tested_versions.NEWEST_TESTED.items():
+    for name, tested in generation_mode.NEWEST_TESTED.items():
         assert pinned[name].rpartition(".")[0] == tested
 
 

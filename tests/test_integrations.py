@@ -14,7 +14,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats
-from hf_spec.drafting.rollouts import RolloutHistory
+from hf_spec.draft.rollouts import RolloutHistory
 from hf_spec.files import NoRoom
 from hf_spec.integrations import TRLCallback
 

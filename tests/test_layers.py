@@ -14,10 +14,10 @@ LAYERS: list[set[str]] = [
     {"hf_spec.threads"},  # locks
     {"hf_spec.modeling_patches", "hf_spec.core", "hf_spec.files"},
     {"hf_spec.cache"},
-    {"hf_spec.model"},  # all that touches a model of Transformers
+    {"hf_spec.target"},  # all that touches a model of Transformers
     {"hf_spec.adapters"},
-    {"hf_spec.drafting"},
-    {"hf_spec.policy"},
+    {"hf_spec.draft"},
+    {"hf_spec.predict"},
     {"hf_spec.methods"},  # the registry
     {"hf_spec.methods.*"},
     {"hf_spec.decoding"},
@@ -28,7 +28,7 @@ LAYERS: list[set[str]] = [
 OURS = ("hf_spec", "modeling_patches")
 #: Names of tools among the library's, which are imported when they are first asked for
 #: (tests/test_import.py).
-LAZY = {("hf_spec", "hf_spec.tools.bench.benchmark.benchmark")}
+LAZY = {("hf_spec", "hf_spec.tools.bench.runner.benchmark")}
 
 #: Modules of the standard library that read, write, talk or start something.
 IO_MODULES = {

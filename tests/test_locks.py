@@ -13,12 +13,12 @@ import pytest
 from test_layers import our_modules
 
 from hf_spec.core import memory
-from hf_spec.model import graphs
-from hf_spec.modeling_patches import merged_copies, per_call, served_models
+from hf_spec.modeling_patches import low_rank, per_call, served_models
+from hf_spec.target import graphs
 from hf_spec.threads import Lock, cached_property
 
 LOCKS = {
-    "_LOCK": memory, "RUNNING": memory, "_COMPILING": graphs, "_COPYING": merged_copies,
+    "_LOCK": memory, "RUNNING": memory, "_COMPILING": graphs, "_COPYING": low_rank,
     "_installing": per_call, "_preparing": served_models,
 }  # fmt: skip
 #: Forks wait until these are free, so that children find whole what they guard.
@@ -104,7 +104,7 @@ def test_a_strategy_in_a_child() -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
         import hf_spec
         from hf_spec.core.memory import RUNNING
-        from hf_spec.model.graphs import _COMPILING
+        from hf_spec.target.graphs import _COMPILING
 
         config = AutoConfig.for_model("llama", vocab_size=31, hidden_size=16, intermediate_size=16,
             num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)

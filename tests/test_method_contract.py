@@ -37,12 +37,10 @@ import hf_spec
 from hf_spec.adapters.layer import layers_of
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import verify
-from hf_spec.drafting.autoregressive import AutoregressiveDrafter
-from hf_spec.drafting.forward_drafter import ForwardDrafter
-from hf_spec.drafting.probe_drafter import ProbeDrafter
-from hf_spec.drafting.tree_drafter import TreeDrafter
 from hf_spec.methods.registry import Method, methods
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.predict.forward_drafter import AutoregressiveDrafter, ForwardDrafter
+from hf_spec.predict.tree_drafter import ProbeDrafter, TreeDrafter
 
 #: What each method runs with; one without an entry runs its defaults.
 RUNS = {name: VARIANTS.get(name, Variants({"default": {}})) for name in methods()}

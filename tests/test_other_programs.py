@@ -16,7 +16,7 @@ from tiny_checkpoint import make_model, make_tokenizer, plain_text, save_checkpo
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
-from hf_spec.tools.cli import run
+from hf_spec.tools.cli import serve
 
 QUESTIONS = ["ab ab ab ", "xyz xyz ", "one two one ", "0 1 0 1 0 ", "a"]
 
@@ -49,7 +49,7 @@ def test_lm_eval(tmp_path):
     (tmp_path / "task.yaml").write_text(task)
     done = subprocess.run(
         [
-            sys.executable, "-P", "-c", run.START, *run.find("lm_eval"), "--model", "hf",
+            sys.executable, "-P", "-c", serve.START, *serve.find("lm_eval"), "--model", "hf",
             "--model_args", f"pretrained={checkpoint},dtype=float32", "--tasks", "local_questions",
             "--gen_kwargs", "assistant_strategy=prompt_lookup", "--batch_size", "4",
             "--device", "cpu", "--include_path", str(tmp_path), "--output_path",

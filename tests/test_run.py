@@ -12,7 +12,7 @@ import pytest
 from tiny_checkpoint import save_checkpoint
 
 from hf_spec.tools import cli
-from hf_spec.tools.cli import run
+from hf_spec.tools.cli import serve
 
 #: Says all that a program can see of how it was started.
 LOOKS = """
@@ -36,7 +36,7 @@ def started(*arguments: str, **how: Any) -> Any:
     """The same under ``hf-spec run``, without the time that its own start takes."""
     module = arguments[0] == "-m"
     program, *rest = arguments[module:]
-    return python("-P", "-c", run.START, *run.find(program, module), *rest, **how)
+    return python("-P", "-c", serve.START, *serve.find(program, module), *rest, **how)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_a_program_sees_what_plain_python_shows_it(tmp_path, monkeypatch):
         found["file"] = str(tmp_path / found["file"])
         assert found == expected and found["argv"][1:] == arguments
     monkeypatch.syspath_prepend(tmp_path)
-    assert run.find("looks") == ["-m", "looks"]  # a module that is no file here
+    assert serve.find("looks") == ["-m", "looks"]  # a module that is no file here
 
 
 def test_exit_codes_and_tracebacks(tmp_path):
@@ -94,12 +94,12 @@ def test_children_of_a_script(tmp_path):
 
 def test_console_scripts_are_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run.find("torchrun") == [str(Path(sysconfig.get_path("scripts")) / "torchrun")]
+    assert serve.find("torchrun") == [str(Path(sysconfig.get_path("scripts")) / "torchrun")]
     (tmp_path / "torchrun").write_text("")
-    assert run.find("torchrun") == ["torchrun"]  # a file comes first
+    assert serve.find("torchrun") == ["torchrun"]  # a file comes first
     for name in ("nowhere.py", "no-such-program", "python", "sh"):
         with pytest.raises(ValueError, match=f"PROGRAM '{name}': there is no such file"):
-            run.find(name)
+            serve.find(name)
 
 
 @pytest.mark.environment

@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from scripts import DOCS, load_script
 
-from hf_spec.tools.demo.demo import FREE_STRATEGY, adapter_folders
+from hf_spec.tools.demo import FREE_STRATEGY, adapter_folders
 
 #: What can run without training.
 SHOWN = {"plain", FREE_STRATEGY, *(path.name for path in adapter_folders())}

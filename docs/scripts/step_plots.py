@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.shapes import TokenTree
 from hf_spec.tools.demo.steps import VerifiedTree, pieces
 
 #: Backgrounds of neighboring steps.

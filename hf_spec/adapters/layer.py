@@ -1,20 +1,153 @@
-"""The layer that holds the adapters of one PEFT type on the base model.
+"""Modules that PEFT attaches to a model for an adapter of ours."""
 
-It replaces no module of the base model: it is added to it as `spec_modules`, and drafters read it
-(:mod:`hf_spec.adapters.active`). The base model's outputs do not change, unless an active adapter
-updates its modules (`Adapter.base_update`). :mod:`hf_spec.adapters.tuner` registers it with PEFT.
-"""
+from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, cast
 
+import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 
-from hf_spec.modeling_patches.low_rank import LowRank
-from hf_spec.modeling_patches.weights import placement
+from hf_spec.adapters.checkpoint import Origin
+from hf_spec.core.checks import MAX_ALPHA, number
+from hf_spec.modeling_patches.low_rank import Factors, LowRank
+from hf_spec.modeling_patches.modules import compiled
+from hf_spec.modeling_patches.weights import features, loaded, placement
+
+# -- What one adapter has learned: a module with named parameters, built once from its config ------
+
+#: A buffer of adapters that have no tensors. PEFT would write no file of weights for these, and
+#: not load them again.
+FORMAT = "format"
+
+
+class Adapter(nn.Module):
+    """The parameters of one adapter; each method has a subclass.
+
+    `__init__` makes parameters, buffers and modules, or calls :meth:`hold`. Parameters are trained,
+    buffers are not. Floating-point tensors will be cast to the dtype of the base's embeddings, and
+    all tensors move to their device. `model` is the base model; it may be read, to start from its
+    weights, but not changed. Loading a saved adapter builds it, too, so shapes must follow from
+    `config` and `model.config` alone. torch's default device is "cpu" meanwhile, or "meta" if the
+    weights are loaded later.
+
+    In files, a tensor is called ``<type>_<name>``, where the name is that in the module.
+
+    Attributes:
+        config: its config.
+        name: its name on the model.
+        origin: where it was loaded from; None for a new one.
+        update: its low-rank updates of the base's modules; None if it has none.
+    """
+
+    def __init__(self, config: Any, model: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.name = "default"
+        self.origin: Origin | None = None
+        self.update: LowRank | None = None
+
+    @classmethod
+    def build(cls, config: Any, model: Any, on_meta: bool = False) -> Adapter:
+        """The adapter as a base model gets it; without memory for its weights if `on_meta`."""
+        device, dtype = placement(model)
+        with torch.device("meta" if on_meta else "cpu"):
+            adapter = cls(config, model)
+            if not adapter.state_dict():
+                adapter.register_buffer(FORMAT, torch.tensor([config.format_version]))
+        # PEFT may have put parameters on the meta device meanwhile, but not buffers.
+        on_meta = on_meta or any(parameter.is_meta for parameter in adapter.parameters())
+        return adapter.to("meta" if on_meta else device, dtype).train(model.training)
+
+    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add tensors by name: parameters, or buffers if they are of integers."""
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point():
+                self.register_parameter(name, nn.Parameter(tensor.detach().clone()))
+            else:
+                self.register_buffer(name, tensor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All parameters and buffers by name, also where accelerate has offloaded them."""
+        found: dict[str, Tensor] = {}
+        for path, part in self.named_modules(prefix=""):
+            with loaded(part):
+                own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+                # DeepSpeed gathers a parameter when it is read as an attribute.
+                found |= {f"{path}.{name}".lstrip("."): getattr(part, name) for name, _ in own}
+        found.pop(FORMAT, None)
+        return found
+
+    def set_vocabulary(self, tokens: Tensor, model: Any) -> None:
+        """Set the draft vocabulary of a new adapter that has one: ``(tokens,)`` int64 ids in
+        ascending order, as many as its config says."""
+        vocabulary: Any = self.draft_vocabulary
+        vocabulary.copy_(tokens)
+
+    @property
+    def base_update(self) -> LowRank | None:
+        """The updates that are part of the base model while the adapter is active."""
+        return self.update if self.config.changes_model else None
+
+
+# -- Low-rank updates as part of an adapter, shared by the methods that train them -----------------
+#
+# The two factors of each linear module are stored in the adapter's file under flat names derived
+# from the module's: `down__model__layers__0__mlp__up_proj` and `up__...`.
+
+DOWN, UP = "down__", "up__"
+#: The rule of alpha.
+ALPHA = number(0.0, MAX_ALPHA, open_low=True)
+
+
+def check_targets(name: str, names: Any) -> None:
+    """The rule of fields that name modules: raises a ValueError unless they do."""
+    listed = isinstance(names, Sequence) and all(isinstance(one, str) and one for one in names)
+    if not (listed and names):
+        raise ValueError(
+            f"{name}={names!r}: give a list of names of linear modules, a regular "
+            "expression, or None for all linear modules of the decoder layers."
+        )
+    if isinstance(names, str):
+        compiled(names)
+
+
+class LowRankAdapter(Adapter):
+    """An adapter with low-rank updates of linear modules of the base."""
+
+    def hold_factors(self, modules: Mapping[str, nn.Module], rank: int, alpha: float) -> None:
+        """Add the factors of updates of these modules of the base, scaled by alpha / rank, and
+        `update`. As in LoRA, A is random and B = 0, so that nothing changes yet."""
+        self.scale = alpha / rank
+        for name, module in modules.items():
+            inputs, outputs = features(module) or (0, 0)
+            down = torch.empty(rank, inputs)
+            nn.init.kaiming_uniform_(down, a=math.sqrt(5))
+            self.hold({_flat(DOWN, name): down, _flat(UP, name): torch.zeros(outputs, rank)})
+        self.update = LowRank(modules, self.factors) if modules else None
+
+    def factors(self, name: str) -> Factors:
+        """The current update of the module of this name."""
+        offloaded = getattr(self, _flat(UP, name)).is_meta
+        with loaded(self) if offloaded else nullcontext():
+            down, up = (getattr(self, _flat(part, name)) for part in (DOWN, UP))
+        return Factors(down, up, self.scale)
+
+
+def _flat(part: str, name: str) -> str:
+    return part + name.replace(".", "__")
+
+
+# -- The layer that holds the adapters of one PEFT type on the base model --------------------------
+#
+# It replaces no module of the base model: it is added to it as `spec_modules`, and drafters read it
+# (:mod:`hf_spec.adapters.loading`). The base model's outputs do not change, unless an active
+# adapter updates its modules (`Adapter.base_update`). :mod:`hf_spec.adapters.tuner` registers it
+# with PEFT.
 
 #: Attribute of the base model that holds our layers, one per PEFT type.
 CONTAINER = "spec_modules"

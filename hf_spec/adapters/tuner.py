@@ -1,13 +1,6 @@
-"""Registers hf_spec's adapters as PEFT types; the only module that changes `peft.mapping`.
+"""PEFT's tuner class for adapters of ours, beside adapters of PEFT."""
 
-PEFT's own registration refuses types outside its enum, so this module writes PEFT's tables itself.
-A method supplies a config dataclass (`SpecPeftConfig`) and a class for what an adapter learns
-(`Adapter`); `register_type` does the rest. From then on `get_peft_model`,
-`PeftModel.from_pretrained`, `model.load_adapter` and all that builds on them know the type.
-
-Weights are checked in one place, whichever way they are loaded (:mod:`hf_spec.adapters.loading`).
-"""
-
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,28 +12,136 @@ from peft.mapping import (
     PEFT_TYPE_TO_PREFIX_MAPPING,
     PEFT_TYPE_TO_TUNER_MAPPING,
 )
-from peft.tuners.tuners_utils import BaseTuner
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.integrations import peft as peft_integration
+from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils import ModelOutput
 
-import hf_spec.adapters.beside_others  # noqa: F401 (wraps methods)
-from hf_spec.adapters.active import find_active
 from hf_spec.adapters.checkpoint import PEFT_PREFIX, check_weights
 from hf_spec.adapters.config import SpecPeftConfig, SpecPeftType
 from hf_spec.adapters.layer import (
     CONTAINER,
+    Adapter,
     SpecAdapterLayer,
     for_drafting,
     layer_of,
+    layers_of,
+    left_out,
     name_on_disk,
     prefix_of,
 )
-from hf_spec.adapters.loading import unchanged_on_error
-from hf_spec.adapters.module import Adapter
-from hf_spec.model.sequences import IGNORED
+from hf_spec.adapters.loading import find_active, unchanged_on_error
 from hf_spec.modeling_patches.modules import unwrapped
+from hf_spec.modeling_patches.per_call import patch_method
 from hf_spec.modeling_patches.weights import placement
+from hf_spec.target.sequences import IGNORED
+
+# --------------------------------------------------------------------------------------------------
+# hf_spec's adapters beside others, such as a fine-tune's LoRA, and beside a base to be saved.
+#
+# They hang on the base model, whatever is around it, such as a `PeftModel` of a LoRA; each type has
+# an active adapter of its own. PEFT and Transformers refuse some of this, or change adapters of
+# other types on the way. The functions here wrap their methods, which have no hooks for this;
+# models without adapters of hf_spec pass through unchanged.
+
+
+@patch_method(BaseTuner, "inject_adapter")
+def inject_beside(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Adding an adapter of another type: hf_spec's are not there meanwhile, as PEFT freezes a base
+    with the first adapter only, and some types, such as VeRA, compare fields of theirs with those
+    of every config."""
+    base, configs, own = unwrapped(model), self.peft_config, "peft_config" in vars(self)
+    ours = getattr(base, CONTAINER, None)
+    if ours is not None:
+        delattr(base, CONTAINER)
+    self.peft_config = {
+        name: config for name, config in configs.items() if not isinstance(config, SpecPeftConfig)
+    }
+    try:
+        original(self, model, *args, **kwargs)
+    finally:
+        configs.update(self.peft_config)
+        del self.peft_config
+        if own:
+            self.peft_config = configs
+        if ours is not None:
+            setattr(base, CONTAINER, ours)
+
+
+@patch_method(PeftAdapterMixin, "set_adapter")
+def set_beside_others(original: Any, self: Any, adapter_name: str | list[str]) -> None:
+    """`PreTrainedModel.set_adapter`: several adapters, some for drafting, which Transformers would
+    refuse to save the others beside, or one with `modules_to_save` or `trainable_token_indices`,
+    whose wrappers take no name but that adapter's."""
+    names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+    configs = getattr(self, "peft_config", {})
+    if not (names and configs.keys() >= set(names) and layers_of(self)):
+        original(self, adapter_name)
+        return
+    others = [name for name in names if name not in for_drafting(self)] or names
+    for module in self.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.set_adapter(names if isinstance(module, SpecAdapterLayer) else others)
+    for module in self.modules():  # after the layers that they hold
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            own = module.check_set_adapter(names)
+            module.set_adapter([] if own is None else own)
+
+
+@patch_method(BaseTuner, "_unload_and_optionally_merge")
+def keep_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`BaseTuner.unload` and `merge_and_unload`: what they remove are not hf_spec's adapters."""
+    model = original(self, *args, **kwargs)
+    kept = {name: one.config for layer in layers_of(model) for name, one in layer.adapters.items()}
+    if kept:
+        model.peft_config = kept
+        if isinstance(model, PeftAdapterMixin):
+            model._hf_peft_config_loaded = True
+    return model
+
+
+@patch_method(PreTrainedModel, "save_pretrained")
+def save_base(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """`PreTrainedModel.save_pretrained`: the model without adapters of hf_spec, unless one is in
+    training, or one of another type is attached by Transformers' methods, which saves it alone.
+
+    Raises:
+        ValueError: the weights hold the update of an adapter of hf_spec.
+    """
+    attached = self._hf_peft_config_loaded
+    if not layers_of(self) or (attached and self.peft_config.keys() - for_drafting(self)):
+        original(self, *args, **kwargs)
+        return
+    merged = [name for layer in layers_of(self) for name in layer.merged_adapters]
+    if merged:
+        raise ValueError(
+            f"adapter {merged[0]!r} is merged into the weights, and would be applied twice to "
+            "the saved model: call hf_spec.unmerge_adapter(model) before saving. Or, to save the "
+            "merged model as one without the adapter, merge_and_unload() of a PeftModel."
+        )
+    given = inspect.signature(original).bind(self, *args, **kwargs)
+    if (state := given.arguments.get("state_dict")) is not None:  # of FSDP or DeepSpeed
+        state = {key: one for key, one in state.items() if not key.startswith(f"{CONTAINER}.")}
+        given.arguments["state_dict"] = state
+    self._hf_peft_config_loaded = False
+    try:
+        with left_out():
+            original(*given.args, **given.kwargs)
+    finally:
+        self._hf_peft_config_loaded = attached
+
+
+# -- Registers hf_spec's adapters as PEFT types; the only module that changes `peft.mapping` -------
+#
+# PEFT's own registration refuses types outside its enum, so this module writes PEFT's tables
+# itself. A method supplies a config dataclass (`SpecPeftConfig`) and a class for what an adapter
+# learns (`Adapter`); `register_type` does the rest. From then on `get_peft_model`,
+# `PeftModel.from_pretrained`, `model.load_adapter` and all that builds on them know the type.
+#
+# Weights are checked in one place, whichever way they are loaded (:mod:`hf_spec.adapters.loading`).
 
 
 class TrainingBatch(NamedTuple):

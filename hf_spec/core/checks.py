@@ -1,4 +1,4 @@
-"""Checks of user input (ranges, counts, choices) and short texts of errors."""
+"""Checks of values that users give, and their messages."""
 
 import dataclasses
 import functools
@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
+
+# -- Checks of user input (ranges, counts, choices) and short texts of errors ----------------------
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -243,3 +245,29 @@ def check_same_settings(what: str, before: Mapping[str, Any], now: Mapping[str, 
             f"{what} with other settings ({'; '.join(changes)}): repeat its settings, or give "
             "another --output"
         )
+
+
+# -- Upper bounds on sizes that options, configs and files request, checked before allocation ------
+#
+# They are far above useful values: anything beyond them is a mistake or a malicious file.
+
+#: Draft tokens of a tree requested by an option or a file.
+MAX_DRAFT_TOKENS = 1024
+#: Tokens of earlier answers that are kept for lookups.
+MAX_HISTORY = 2**24
+#: Nodes of any tree, with room for lookup draft tokens merged into another tree.
+MAX_NODES = 2 * MAX_DRAFT_TOKENS
+#: Step tokens per batch row: nodes and the probes under them.
+MAX_ROWS = 4096
+#: Future tokens that an adapter predicts: mask tokens, prompt tokens, or heads.
+MAX_FUTURE = 256
+#: Probes under a node.
+MAX_PROBES = 1024
+#: Learned tokens before a sequence.
+MAX_PREFIX_KV = 4096
+#: Residual blocks of a head.
+MAX_BLOCKS = 64
+#: Rank and alpha of low-rank updates.
+MAX_RANK, MAX_ALPHA = 16384, 1e6
+#: Layers, heads and dimensions of a base model; batch sizes, context lengths and threads.
+MAX_SHAPE, MAX_SIZE = 65536, 2**31

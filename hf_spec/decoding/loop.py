@@ -1,37 +1,81 @@
-"""A call of ``generate()``: the prompt, then step after step. All strategies share it."""
+"""The decoding loop, its outputs, and `hf_spec.generate`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation import GenerateDecoderOnlyOutput, utils
+from transformers.generation.streamers import BaseStreamer
 
-from hf_spec.core.buckets import bucket
+from hf_spec.core.device import bucket
 from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.decoding.acceptance import Acceptance
-from hf_spec.decoding.cache_owner import CacheOwner
-from hf_spec.decoding.cache_reuse import check_alone
-from hf_spec.decoding.call_sequences import Sequences
-from hf_spec.decoding.inputs import prompt_ids
-from hf_spec.decoding.outputs import SpecGenerateOutput
-from hf_spec.decoding.prefill import Prompt, real_tokens
+from hf_spec.decoding.cache_reuse import CacheOwner, check_alone
+from hf_spec.decoding.call import validate_call
+from hf_spec.decoding.prefill import Prompt, prompt_ids, real_tokens
 from hf_spec.decoding.scoring import Scorer
+from hf_spec.decoding.sequences import Sequences
 from hf_spec.decoding.step import Steps
 from hf_spec.decoding.strategy import Strategy
-from hf_spec.drafting.lookup import BatchLookup, History
-from hf_spec.drafting.ngram import Limits
-from hf_spec.drafting.state import DecodeState
-from hf_spec.modeling_patches.cache_name import CACHE
-from hf_spec.modeling_patches.modules import only_logits
+from hf_spec.draft.lookup import BatchLookup, History, Limits
+from hf_spec.draft.options import AUTO
+from hf_spec.draft.policy import StepPolicy
+from hf_spec.draft.state import DecodeState
+from hf_spec.modeling_patches.modules import CACHE, only_logits, unwrapped
 from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.support import check_length
 from hf_spec.modeling_patches.weights import vocabulary
-from hf_spec.policy.step_policy import StepPolicy
+
+# -- The output of a call and its statistics -------------------------------------------------------
+
+
+@dataclass
+class SpecGenerateOutput(GenerateDecoderOnlyOutput):
+    """``GenerateDecoderOnlyOutput`` with statistics.
+
+    ``scores`` and ``logits`` are those of plain generation, and zero past the end of a sequence.
+    The KV cache holds all tokens of each sequence except the last.
+
+    Attributes:
+        spec_stats: counts and times of this call.
+    """
+
+    spec_stats: SpecStats | None = None
+
+
+def last_stats(model: nn.Module) -> SpecStats | None:
+    """Statistics of the last call of ``model.generate`` with a strategy; None if there was none.
+
+    Args:
+        model: the model, or a module around it: a ``PeftModel``, what ``torch.compile`` or a
+            distributed training makes of it, one of your own.
+
+    Raises:
+        ValueError: it is no model.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"last_stats({model!r}): give the model whose generate() was called.")
+    if (own := memory(unwrapped(model)).get(SpecStats)) is not None:
+        return own
+    inside = (one for one in model.modules() if isinstance(one, GenerationMixin))
+    return next((found for one in inside if (found := memory(one).get(SpecStats))), None)
+
+
+# -- A call of ``generate()``: the prompt, then step after step. All strategies share it -----------
 
 #: Share of the batch's rows that must have finished before it shrinks, so that forwards do not
 #: compute them. At most one row is moved per finished row, at about one row's share of a step
@@ -189,3 +233,80 @@ def _remaining_rows(active: Sequence[bool], powers_of_two: bool = False) -> list
         if not active[row] and behind:
             rows[row] = behind.pop()
     return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# ``generate(custom_generate=hf_spec.generate)``: strategies by Transformers' own door for
+# decoding
+#
+# methods of others.
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor | None = None,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: GenerationConfig | None = None,
+    assistant_strategy: str | None = None,
+    assistant_kwargs: dict[str, Any] | None = None,
+    assistant_model: PreTrainedModel | None = None,
+    streamer: BaseStreamer | None = None,
+    synced_gpus: bool | None = None,
+    **model_kwargs: Any,
+) -> Tensor | SpecGenerateOutput:
+    """Decode with a strategy: ``model.generate(**inputs, custom_generate=hf_spec.generate)``.
+
+    ``hf_spec.generate(model, **inputs)`` is the same call.
+
+    All arguments of ``generate`` work, as with ``assistant_strategy`` alone. A decoding method of
+    one's own may call it, too: Transformers gives such a method neither ``assistant_model``,
+    ``streamer`` nor ``tokenizer``, so that the first two are to be passed on by other ways.
+
+    Args:
+        input_ids: ``(batch, seq)``; like the three that follow, as ``generate`` prepares them. If
+            one of these three is missing, ``model.generate`` is called, which prepares them.
+        assistant_strategy: name of a strategy; None for that of the configuration, else ``auto``.
+        assistant_kwargs: its options.
+        assistant_model: the model that drafts, for ``draft_model``.
+        streamer: gets the prompt, then tokens.
+        synced_gpus: whether all ranks run forwards until the last one ends; None: if they share the
+            model's weights by FSDP or DeepSpeed's stage 3, as in ``generate``.
+        model_kwargs: inputs of the model's forward.
+
+    Returns:
+        What ``generate`` returns: ``(batch, seq)`` tokens, or an output with ``spec_stats``.
+
+    Raises:
+        ValueError: an option does not work with the strategy.
+    """
+    if logits_processor is None or stopping_criteria is None or generation_config is None:
+        named = {
+            "input_ids": input_ids, "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria, "generation_config": generation_config,
+            "assistant_strategy": assistant_strategy, "assistant_kwargs": assistant_kwargs,
+            "assistant_model": assistant_model, "streamer": streamer, "synced_gpus": synced_gpus,
+        }  # fmt: skip
+        named = {name: value for name, value in named.items() if value is not None}
+        called: Any = model.generate
+        return called(**named, **model_kwargs, custom_generate=generate)
+    config: Any = generation_config
+    cache = model_kwargs.get(CACHE)
+    config.assistant_strategy = (
+        assistant_strategy or getattr(config, "assistant_strategy", None) or AUTO
+    )
+    config.assistant_kwargs = assistant_kwargs or getattr(config, "assistant_kwargs", None)
+    if synced_gpus is None:
+        shared = utils.is_deepspeed_zero3_enabled() or utils.is_fsdp_managed_module(model)
+        synced_gpus = shared and dist.is_initialized() and dist.get_world_size() > 1
+    given = {"assistant_model": assistant_model, "synced_gpus": synced_gpus}
+    validate_call(model, config, given)
+    assert input_ids is not None
+    if getattr(config, "_static_steps", False) and not getattr(cache, "_is_user_defined", False):
+        model_kwargs.pop(CACHE, None)  # the static cache that ``generate`` has made
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    return decode(
+        model, input_ids, logits_processor, stopping_criteria, config, streamer=streamer,
+        assistant_model=assistant_model, synced_gpus=synced_gpus, **model_kwargs,
+    )  # fmt: skip

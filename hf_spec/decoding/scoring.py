@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from hf_spec.core.transfer import to_device
+from hf_spec.core.device import to_device
 from hf_spec.core.tree import Tree
-from hf_spec.decoding.call_sequences import Sequences
+from hf_spec.decoding.sequences import Sequences
 from hf_spec.threads import cached_property
 
 #: Most token ids of a processor that recorded code may contain. Of some more, from 18 to 60 by the

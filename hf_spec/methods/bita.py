@@ -12,22 +12,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import PrefixKVConfig
+from hf_spec.adapters.config import PrefixKVConfig
+from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import choice, count, setting
-from hf_spec.core.limits import MAX_DRAFT_TOKENS, MAX_FUTURE, MAX_PREFIX_KV
-from hf_spec.core.probes import ProbeGroup
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.checks import MAX_DRAFT_TOKENS, MAX_FUTURE, MAX_PREFIX_KV, choice, count, setting
+from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import Tree
-from hf_spec.drafting.losses import Ahead, future_losses, mean_loss
-from hf_spec.drafting.options import CHAIN, DraftOptions
-from hf_spec.drafting.probe_drafter import ProbeDrafter
-from hf_spec.drafting.tree_drafter import chain_tree
+from hf_spec.draft.options import CHAIN, DraftOptions
 from hf_spec.methods.registry import Method
-from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.sequences import computed_states, probe_sequences
 from hf_spec.modeling_patches.weights import input_features
+from hf_spec.predict.losses import Ahead, future_losses, mean_loss
+from hf_spec.predict.tree_drafter import ProbeDrafter, chain_tree
+from hf_spec.target.sequences import computed_states, probe_sequences
+from hf_spec.target.target import ProbeInputs
 
 #: Models with more parameters get four mask tokens (section 4.1).
 LARGE = 13e9

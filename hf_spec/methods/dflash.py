@@ -2,18 +2,16 @@
 
 Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding" (2026). The decoder reads
 hidden states of some layers of the base at all committed tokens; see
-:mod:`hf_spec.drafting.block_diffusion`.
+:mod:`hf_spec.predict`.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_spec.drafting.block_diffusion.config import BlockConfig
-from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
-from hf_spec.drafting.block_diffusion.network import BlockAdapter
-from hf_spec.drafting.losses import block_loss
-from hf_spec.drafting.options import DraftOptions
+from hf_spec.draft.options import DraftOptions
 from hf_spec.methods.registry import Method
+from hf_spec.predict.blocks import BlockAdapter, BlockConfig, BlockDrafter
+from hf_spec.predict.losses import block_loss
 
 
 @dataclass

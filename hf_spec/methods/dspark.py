@@ -2,18 +2,16 @@
 
 "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation" (2026). The
 block is that of DFlash, with a prediction at the anchor's slot, too; a Markov head adds to each
-slot's logits what the token before it says (:mod:`hf_spec.drafting.block_diffusion.dspark`).
+slot's logits what the token before it says (:mod:`hf_spec.predict.block_heads`).
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_spec.drafting.block_diffusion.config import BlockConfig
-from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
-from hf_spec.drafting.block_diffusion.network import BlockAdapter
-from hf_spec.drafting.losses import block_loss
-from hf_spec.drafting.options import DraftOptions
+from hf_spec.draft.options import DraftOptions
 from hf_spec.methods.registry import Method
+from hf_spec.predict.blocks import BlockAdapter, BlockConfig, BlockDrafter
+from hf_spec.predict.losses import block_loss
 
 
 @dataclass

@@ -13,22 +13,26 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_spec.adapters.predicting import VOCABULARY, vocab_size
+from hf_spec.adapters.config import VOCABULARY, vocab_size
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import setting
 from hf_spec.core.tree import Tree
-from hf_spec.drafting.autoregressive import AutoregressiveDrafter, DraftNetwork, MaskRows
-from hf_spec.drafting.decoder import Decoder, DecoderConfig, DecoderNetwork
-from hf_spec.drafting.draft_cache import Rows
-from hf_spec.drafting.draft_vocabulary import DraftVocabulary, check_tokens
-from hf_spec.drafting.forward_drafter import GrowOptions
-from hf_spec.drafting.grow import Frontier
-from hf_spec.drafting.options import key_of
-from hf_spec.drafting.training_time_test import ChainConfig, chain_loss
+from hf_spec.draft.grow import Frontier
+from hf_spec.draft.options import key_of
 from hf_spec.methods.registry import Method
-from hf_spec.model.hidden_states import Reads
 from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.weights import device_of, input_features, output_features
+from hf_spec.predict.decoder import Decoder, DecoderConfig, DecoderNetwork
+from hf_spec.predict.draft_cache import Rows
+from hf_spec.predict.forward_drafter import (
+    AutoregressiveDrafter,
+    DraftNetwork,
+    GrowOptions,
+    MaskRows,
+)
+from hf_spec.predict.losses import ChainConfig, chain_loss
+from hf_spec.predict.markov import DraftVocabulary, check_tokens
+from hf_spec.target.hidden_states import Reads
 
 #: What changes the numbers, and no shapes but those of the norms.
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

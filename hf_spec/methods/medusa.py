@@ -7,10 +7,10 @@ Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple D
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_spec.drafting.heads import HeadDrafter, HeadsAdapter, HeadsConfig
-from hf_spec.drafting.losses import heads_loss
-from hf_spec.drafting.options import DraftOptions
+from hf_spec.draft.options import DraftOptions
 from hf_spec.methods.registry import Method
+from hf_spec.predict.heads import HeadDrafter, HeadsAdapter, HeadsConfig
+from hf_spec.predict.losses import heads_loss
 
 
 @dataclass

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_spec.core.tree import Tree
-from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.options import TREE_OPTIONS, DraftOptions
-from hf_spec.drafting.state import DecodeState
+from hf_spec.draft.drafter import Drafter
+from hf_spec.draft.options import TREE_OPTIONS, DraftOptions
+from hf_spec.draft.state import DecodeState
 from hf_spec.methods.registry import Method
 
 

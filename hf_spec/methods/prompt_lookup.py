@@ -10,11 +10,10 @@ from torch import Tensor
 
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.lookup import BatchLookup, History
-from hf_spec.drafting.ngram import Limits, NgramIndex, continuation_tree
-from hf_spec.drafting.options import DraftOptions
-from hf_spec.drafting.state import DecodeState
+from hf_spec.draft.drafter import Drafter
+from hf_spec.draft.lookup import BatchLookup, History, Limits, NgramIndex, continuation_tree
+from hf_spec.draft.options import DraftOptions
+from hf_spec.draft.state import DecodeState
 from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.weights import vocabulary
 

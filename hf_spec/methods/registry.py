@@ -20,14 +20,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_spec.adapters.active import find_active, require_active
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.module import Adapter
+from hf_spec.adapters.layer import Adapter
+from hf_spec.adapters.loading import find_active, require_active
 from hf_spec.adapters.tuner import Objective, register_type
 from hf_spec.core.checks import check_choice, check_names
-from hf_spec.core.token_tree import TokenTree
-from hf_spec.drafting.drafter import Drafter
-from hf_spec.drafting.options import ADAPTIVE, AUTO, DraftOptions
+from hf_spec.core.shapes import TokenTree
+from hf_spec.draft.drafter import Drafter
+from hf_spec.draft.options import ADAPTIVE, AUTO, DraftOptions
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def load_model(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hf_spec.model.packed_weights import pack_where_it_pays
+    from hf_spec.target.packed_weights import pack_where_it_pays
 
     dtype, device = native_dtype(device) if dtype == NATIVE else dtype, chosen_device(device)
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
@@ -128,7 +128,7 @@ def native_dtype(device: str | None) -> str:
     """``bfloat16``; on a CPU without instructions for it ``float32``, as the log then says."""
     import torch
 
-    from hf_spec.model.instructions import has_instructions
+    from hf_spec.target.packed_weights import has_instructions
 
     on_cpu = chosen_device(device).startswith("cpu")
     if not on_cpu or has_instructions(torch.bfloat16) is not False:
@@ -191,7 +191,7 @@ def load_adapters(model: Any, adapters: Iterable[Adapter]) -> None:
     Raises:
         ValueError: an adapter cannot be loaded.
     """
-    from hf_spec.adapters.active import fine_tunes
+    from hf_spec.adapters.loading import fine_tunes
 
     names, kept = [], fine_tunes(model)
     for adapter in adapters:

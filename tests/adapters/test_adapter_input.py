@@ -29,11 +29,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_spec
 from hf_spec import hub_cards
-from hf_spec.adapters.active import find_active, require_active
-from hf_spec.adapters.base_model import FACTS
 from hf_spec.adapters.checkpoint import complaints
-from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.module import Adapter
+from hf_spec.adapters.config import FACTS, SpecPeftConfig
+from hf_spec.adapters.layer import Adapter
+from hf_spec.adapters.loading import find_active, require_active
 from hf_spec.adapters.tuner import register_type
 from hf_spec.methods.registry import methods
 

@@ -11,9 +11,9 @@ from covering import covering
 from running import drafting
 
 import hf_spec
-from hf_spec.adapters.active import find_active
-from hf_spec.drafting.predictions import distribution
+from hf_spec.adapters.loading import find_active
 from hf_spec.methods.registry import methods
+from hf_spec.predict.table import distribution
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 

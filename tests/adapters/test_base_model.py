@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_spec
-from hf_spec.adapters.base_model import FACTS, facts_of, fingerprint
+from hf_spec.adapters.config import FACTS, facts_of, fingerprint
 
 #: Where key-value heads are not 2: no grouped queries, or a single head.
 KEY_VALUE_HEADS = {

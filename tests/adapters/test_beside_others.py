@@ -26,13 +26,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_spec
-from hf_spec.adapters.active import find_active
 from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.drafting.draft_vocabulary import DraftVocabulary
-from hf_spec.drafting.markov_head import MarkovHead
 from hf_spec.methods.registry import methods
-from hf_spec.model.hidden_states import output_logits
+from hf_spec.predict.markov import DraftVocabulary, MarkovHead
+from hf_spec.target.hidden_states import output_logits
 
 #: Configs whose adapters draft with all that adapters can have.
 CONFIGS: dict[str, Callable[[], Any]] = {

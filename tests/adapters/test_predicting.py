@@ -11,8 +11,8 @@ from covering import covering
 from running import drafting
 
 import hf_spec
-from hf_spec.adapters.active import find_active
-from hf_spec.adapters.predicting import MARKOV_HEAD, VOCABULARY
+from hf_spec.adapters.config import MARKOV_HEAD, VOCABULARY
+from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.registry import methods
 

@@ -14,8 +14,8 @@ from trained import same
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_spec
-from hf_spec.adapters.active import find_active
 from hf_spec.adapters.layer import CONTAINER
+from hf_spec.adapters.loading import find_active
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from trained import same
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from hf_spec import DFlashConfig, LayerSkipConfig
-from hf_spec.adapters.active import find_active
 from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import register_type
 from hf_spec.methods.registry import methods
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_spec.tools.bench.agreement import TIE_ULPS, Agreement, classify, is_tie, ulp
+from hf_spec.tools.bench.results import TIE_ULPS, Agreement, classify, is_tie, ulp
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 

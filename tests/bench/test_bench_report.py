@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from hf_spec.core.stats import SpecStats
-from hf_spec.tools.bench import report
-from hf_spec.tools.bench.agreement import Agreement
+from hf_spec.tools.bench import results
 from hf_spec.tools.bench.contenders import BASELINE, Contender
 from hf_spec.tools.bench.prompts import Prompt
-from hf_spec.tools.bench.results import BenchResult, Measurement, interval
+from hf_spec.tools.bench.results import Agreement, BenchResult, Measurement, interval
 
 SAME, TIE, OTHER = Agreement.IDENTICAL, Agreement.DIVERGED_AT_TIE, Agreement.DIVERGED
 
@@ -122,7 +121,7 @@ def table_of(monkeypatch, capsys):
     def printed(bench, width, by_task=False, terminal=False):
         monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-        print(report.described(bench, by_task))
+        print(results.described(bench, by_task))
         return capsys.readouterr().out
 
     return printed
@@ -130,7 +129,7 @@ def table_of(monkeypatch, capsys):
 
 def test_results_file_has_the_documented_keys(tmp_path):
     bench = result(measurements())
-    report.write_results(tmp_path / "new" / "results.json", bench, {"python": "3"})
+    results.write_results(tmp_path / "new" / "results.json", bench, {"python": "3"})
     data = json.loads((tmp_path / "new" / "results.json").read_text())
     assert data["runs"] == bench.rows
     assert set(data["runs"][0]) == {

@@ -12,9 +12,10 @@ from running import drafting
 from tiny_checkpoint import CONTEXT, make_model, make_tokenizer, save_checkpoint, write_prompts
 
 import hf_spec
-from hf_spec.adapters.active import active_names
+from hf_spec.adapters.loading import active_names
 from hf_spec.tools import cli
-from hf_spec.tools.bench import runner, session
+from hf_spec.tools.bench import runner
+from hf_spec.tools.bench import runner as session
 from hf_spec.tools.bench.contenders import add_untrained, contenders, parse_names
 from hf_spec.tools.bench.diagnosis import supported
 from hf_spec.tools.bench.prompts import Prompt, encode

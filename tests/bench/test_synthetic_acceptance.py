@@ -15,7 +15,7 @@ from replay import RECORDED
 from running import drafting
 from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_prompts
 
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.shapes import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.tools import cli
 from hf_spec.tools.bench.contenders import add_untrained, contenders, untrained

@@ -15,14 +15,13 @@ from recurrent_models import shared_recurrent
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_spec.cache.convert import take_over
 from hf_spec.cache.recurrent import stock_states
-from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.cache.tree_cache import TreeCache, take_over
+from hf_spec.core.shapes import TokenTree
 from hf_spec.core.tree import Tree
-from hf_spec.model.target import Target
-from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
+from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.target.target import Target
 
 #: fp32 with other reduction orders; states are of order 1 to 100.
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}

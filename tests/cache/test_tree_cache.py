@@ -24,10 +24,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
-from hf_spec.cache.buffers import ALIGNMENT
-from hf_spec.cache.convert import check_packable, unpack_into
-from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.cache.attention import ALIGNMENT
+from hf_spec.cache.tree_cache import TreeCache, check_packable, unpack_into
+from hf_spec.core.shapes import TokenTree
 from hf_spec.core.tree import Tree
 
 

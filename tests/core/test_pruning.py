@@ -9,7 +9,7 @@ from random_trees import GROUPS, random_row
 from torch import Tensor
 
 from hf_spec.core.pruning import connected, keep_likely
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.shapes import TokenTree
 from hf_spec.core.tree import Tree
 
 SHAPE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0, 1, 0], [2, 0, 0]])

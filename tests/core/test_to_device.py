@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_spec.core.transfer import to_device
+from hf_spec.core.device import to_device
 
 
 def test_the_host_waits_for_what_it_gets_from_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from random_trees import random_tree
 
-from hf_spec.core.token_tree import TokenTree
-from hf_spec.core.tree_states import TreeState, TreeStates
+from hf_spec.core.shapes import TokenTree, TreeState, TreeStates
 
 PATHS = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 1]]
 

@@ -11,8 +11,7 @@ from random_trees import GROUPS, path_to, paths_of, random_row, random_tree, vis
 from torch import Tensor
 
 from hf_spec.core import verify
-from hf_spec.core.host_tree import Row
-from hf_spec.core.tree import Tree
+from hf_spec.core.tree import Row, Tree
 
 
 def check_row(tree: Tree, row: int, parents: Sequence[int]) -> None:

@@ -18,8 +18,7 @@ from random_trees import random_tree
 from torch import Tensor
 
 from hf_spec.core import verify
-from hf_spec.core.probes import ProbeGroup
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 

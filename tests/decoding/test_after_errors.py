@@ -26,9 +26,9 @@ from transformers.cache_utils import Cache
 
 import hf_spec
 from hf_spec import modeling_patches
-from hf_spec.cache.buffers import AttentionStates
+from hf_spec.cache.attention import AttentionStates
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
 
 GREEDY = {"max_new_tokens": 14, "do_sample": False}
 LOOKUP = drafting("prompt_lookup")
@@ -297,7 +297,7 @@ def test_after_an_error_with_every_strategy(tiny: Tiny, name: str, variant: str,
 def test_after_an_error_in_chunks_of_the_prompt(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_spec.model.appending.CHUNK", 2)
+    monkeypatch.setattr("hf_spec.target.target.CHUNK", 2)
     for kind in KINDS[2:]:
         turn = Turn(tiny("llama_tied"), kind)
         for at in (1, 3):
@@ -309,7 +309,7 @@ def test_after_an_allocation_that_failed(tiny: Tiny, monkeypatch: pytest.MonkeyP
         raise torch.OutOfMemoryError("no more")
 
     for name in ("STEP", "GROWTH", "NODES"):
-        monkeypatch.setattr(f"hf_spec.cache.buffers.{name}", 1)
+        monkeypatch.setattr(f"hf_spec.cache.attention.{name}", 1)
     for kind in ("dynamic, first", "dynamic"):
         turn = Turn(tiny("llama_tied"), kind)
         for name in ("_resize", "allocate"):

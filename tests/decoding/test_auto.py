@@ -10,7 +10,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 import hf_spec
-from hf_spec.decoding.auto import choose
+from hf_spec.decoding.call import choose
 
 pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
 

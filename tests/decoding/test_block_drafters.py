@@ -12,14 +12,13 @@ from running import as_if, drafting, proposals
 from test_shrinking import staggered
 
 import hf_spec
-from hf_spec.adapters.active import find_active
+from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.drafting import draft_cache
-from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
-from hf_spec.drafting.block_diffusion.network import BlockNetwork, block_sequences
+from hf_spec.draft.policy import StepPolicy
 from hf_spec.methods.registry import methods
-from hf_spec.modeling_patches.cache_name import CACHE
-from hf_spec.policy.step_policy import StepPolicy
+from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.predict import draft_cache
+from hf_spec.predict.blocks import BlockDrafter, BlockNetwork, block_sequences
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 GEMMA4 = {

@@ -27,15 +27,14 @@ from torch import Tensor
 from transformers import CompileConfig
 
 from hf_spec.core.memory import memory
-from hf_spec.decoding.device_step import DeviceStep
-from hf_spec.drafting.tree_drafter import TreeDrafter
-from hf_spec.model import captures
-from hf_spec.model.any_size import AnySize
-from hf_spec.model.captures import Captured, Unrepeatable, Watch
-from hf_spec.model.compiled import _Step
-from hf_spec.model.graphs import CHECKS, TRIES
-from hf_spec.model.repeats import compile_in_parts
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.decoding.step import DeviceStep
+from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.predict.tree_drafter import TreeDrafter
+from hf_spec.target import captures
+from hf_spec.target.captures import Captured, Unrepeatable, Watch
+from hf_spec.target.compiled import _Step
+from hf_spec.target.graph_parts import AnySize, compile_in_parts
+from hf_spec.target.graphs import CHECKS, TRIES
 
 pytestmark = pytest.mark.usefixtures("recorded")
 
@@ -256,10 +255,10 @@ def test_calls_of_other_lengths_keep_their_records(
     shallow: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose buffers have other sizes; but for those that are too large."""
-    monkeypatch.setattr("hf_spec.cache.buffers.SMALLEST", 16)
+    monkeypatch.setattr("hf_spec.cache.attention.SMALLEST", 16)
     model, made = shallow(), []
     for room in (2**30, 2**30, 0, 0):
-        monkeypatch.setattr("hf_spec.model.graphs.SPARE", room)
+        monkeypatch.setattr("hf_spec.target.graphs.SPARE", room)
         for length in (8, 70):
             output = generate(model, prompt(length), **strategy("prompt_lookup"), **RECORDED)
             made.append(compiled(output)["made"])
@@ -284,7 +283,7 @@ def cut_into(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(sum(map(len, parts._kept.values())) - before)
         return code
 
-    monkeypatch.setattr("hf_spec.model.compilers.compile_in_parts", noted)
+    monkeypatch.setattr("hf_spec.target.graphs.compile_in_parts", noted)
     return found
 
 
@@ -442,7 +441,7 @@ def test_memory_that_kept_buffers_take(fresh: Tiny, monkeypatch: pytest.MonkeyPa
             raise torch.OutOfMemoryError("CUDA out of memory")
         return torch.zeros(shape)
 
-    monkeypatch.setattr("hf_spec.model.graphs.zeros", zeros)
+    monkeypatch.setattr("hf_spec.target.graphs.zeros", zeros)
     assert graphs.allocate((4, 5), kept.dtype, kept.device).shape == (4, 5)
     assert "does not suffice" in str(graphs.details()["refused"])
     with pytest.raises(torch.OutOfMemoryError):
@@ -518,7 +517,7 @@ def test_records_go(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     del buffer
     gc.collect()
     assert graphs_of(model, RECORDED).details()["kept"] == 1
-    monkeypatch.setattr("hf_spec.model.graphs.MOST", 3)
+    monkeypatch.setattr("hf_spec.target.graphs.MOST", 3)
     for name in "abcd":
         run("add", other)
         run(name, other)
@@ -546,7 +545,7 @@ def test_buffers_of_earlier_calls_are_taken_over(
 ) -> None:
     """In turns with the stream that has used them, and with a note of the one that does now."""
     taken: list[Any] = []
-    monkeypatch.setattr("hf_spec.model.graphs.take_turns", lambda _, *some: taken.append(some))
+    monkeypatch.setattr("hf_spec.target.graphs.take_turns", lambda _, *some: taken.append(some))
     graphs, buffer = graphs_of(fresh(), RECORDED), torch.zeros(2, 3)
     graphs.spare([buffer])
     assert graphs.allocate((2, 3), buffer.dtype, buffer.device) is buffer

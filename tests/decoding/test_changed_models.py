@@ -26,8 +26,8 @@ from transformers import (
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 import hf_spec
-from hf_spec.modeling_patches.cache_name import CACHE
 from hf_spec.modeling_patches.fingerprint import fingerprint
+from hf_spec.modeling_patches.modules import CACHE
 
 pytestmark = pytest.mark.usefixtures("hooks_count")
 

@@ -24,14 +24,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import hf_spec
-from hf_spec.cache.buffers import AttentionStates
-from hf_spec.decoding.compiling import STATIC
-from hf_spec.drafting import growth
+from hf_spec.cache.attention import AttentionStates
+from hf_spec.decoding.call import STATIC
+from hf_spec.draft import policy
 from hf_spec.methods.registry import methods
-from hf_spec.model import captures
-from hf_spec.model.graphs import CHECKS, TRIES, Graphs
-from hf_spec.modeling_patches.cache_name import CACHE
-from hf_spec.policy import plans
+from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.predict import tree_drafter
+from hf_spec.target import captures
+from hf_spec.target.graphs import CHECKS, TRIES, Graphs
 
 NEW = 16
 #: Options of each strategy, under which every step drafts.
@@ -127,7 +127,7 @@ def test_trees_are_checked_by_their_chances(
     shallow: Any, monkeypatch: pytest.MonkeyPatch, part: str, accepted: bool
 ) -> None:
     """Compiled code may take other tokens of several that are equally likely; 16 bits have many."""
-    whole = growth.grow
+    whole = tree_drafter.grow
 
     def grow(source: Any, root: torch.Tensor, *args: Any) -> torch.Tensor:
         packed = whole(source, root, *args)
@@ -137,7 +137,7 @@ def test_trees_are_checked_by_their_chances(
             parts[part] = (parts[part] - least).clamp(min=0 if part == "tokens" else None, max=60)
         return torch.cat(list(parts.values()), 1)
 
-    monkeypatch.setattr(growth, "grow", grow)
+    monkeypatch.setattr(tree_drafter, "grow", grow)
     output = same(adapt(shallow(), "medusa"), strategy("medusa"), inputs=prompt())
     assert bool(compiled(output)["refused"]) != accepted
 
@@ -312,7 +312,7 @@ def test_a_warm_up(
     shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, sampled: bool, sizes: tuple[int, ...]
 ) -> None:
     """Behind it nothing is compiled, whatever the policy chooses."""
-    monkeypatch.setattr(plans, "SIZES", plans.SIZES[:4])
+    monkeypatch.setattr(policy, "SIZES", policy.SIZES[:4])
     model = adapt(shallow(), name)
     config = CAPTURED["compile_config"]
     options = {"assistant_strategy": name, "compile_config": config, "do_sample": sampled}

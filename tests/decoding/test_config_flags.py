@@ -10,7 +10,7 @@ from conftest import Tiny, ragged
 from running import drafting, one_of_each_kind
 
 import hf_spec
-from hf_spec.adapters.active import find_active
+from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.registry import methods
 

@@ -18,10 +18,10 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_spec
-from hf_spec.decoding import selfcheck
+from hf_spec.decoding import strategy as selfcheck
 from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches import attention_masks
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
 
 Spec = dict[str, Any]
 

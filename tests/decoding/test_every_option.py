@@ -16,7 +16,7 @@ from running import no_forward
 from transformers import CompileConfig, GenerationConfig, GenerationMixin, WatermarkingConfig
 
 import hf_spec
-from hf_spec.decoding.compiling import STATIC
+from hf_spec.decoding.call import STATIC
 from hf_spec.methods.registry import methods
 
 #: Options that mean what they mean in plain generation, with values that matter; a call has those

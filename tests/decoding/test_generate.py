@@ -74,7 +74,7 @@ def test_a_repository_that_asks_for_a_lossy_rule(
     """It is named once, when its options are used; as the default of a model, too."""
     model, folders = fresh(), [tmp_path / "model", tmp_path / "adapter"]
     lossy, said = {"acceptance": "typical"}, "asks for acceptance='typical', which emits other"
-    caplog.set_level("WARNING", logger="hf_spec.decoding.config")
+    caplog.set_level("WARNING", logger="hf_spec.decoding.call")
     model.generation_config = hf_spec.SpecConfig("prompt_lookup", lossy)
     model.save_pretrained(folders[0])
     model.generation_config.save_pretrained(folders[1])

@@ -17,7 +17,7 @@ from replay import RECORDED
 from running import as_if, family
 from test_compiled import CAPTURED, adapt, generate
 
-from hf_spec.policy.step_policy import StepPolicy
+from hf_spec.draft.policy import StepPolicy
 
 #: What brings numbers to the host.
 READS = ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")

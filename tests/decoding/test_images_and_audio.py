@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 
 from hf_spec import last_stats
 from hf_spec.methods.registry import methods
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
 
 #: A mask over the image, one position more, three positions and a recurrent state, sounds.
 ALWAYS = ("gemma3", "paligemma", "qwen2_vl", "qwen3_5", "qwen2_audio", "smolvlm")

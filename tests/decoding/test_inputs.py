@@ -9,7 +9,7 @@ import torch
 from conftest import Tiny, check_same, prompt, ragged
 from running import drafting
 
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
 
 Spec = dict[str, Any]
 

@@ -21,7 +21,7 @@ from test_compiled import CAPTURED, adapt, generate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_spec.decoding.step import Steps
-from hf_spec.model.graphs import Graphs
+from hf_spec.target.graphs import Graphs
 
 NEW = 16
 #: Operations that launch nothing.

@@ -13,7 +13,7 @@ from conftest import _LLAMA, STRATEGIES, prompt, ragged
 from covering import covering
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
 
 #: Where frequencies change.
 END = 32

@@ -17,7 +17,7 @@ from test_method_contract import FIRST, adapted, strategy
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StoppingCriteriaList
 
 from hf_spec.core.memory import memory
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
 from hf_spec.modeling_patches.support import VERIFIED
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -87,7 +87,7 @@ def test_nothing_is_left_of_a_call_of_a_recurrent_model(kind: str) -> None:
 
 def test_nothing_is_left_of_a_trial(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = tiny(), {"inputs": prompt(8), "max_new_tokens": 2, "do_sample": False, **LOOKUP}
-    monkeypatch.setattr("hf_spec.decoding.selfcheck.VERIFIED", VERIFIED - {"llama"})
+    monkeypatch.setattr("hf_spec.decoding.strategy.VERIFIED", VERIFIED - {"llama"})
     model.generate(**given)
     memory(model).pop("self-checks")
     with without_collector(), allocations() as allocated:
@@ -169,7 +169,7 @@ def check_peak(make: Callable[[], dict[str, Any]], spec: dict[str, Any], own: in
 @pytest.fixture
 def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of a small model are of as many parts as a large one's."""
-    monkeypatch.setattr("hf_spec.cache.buffers.LARGE", 0)
+    monkeypatch.setattr("hf_spec.cache.attention.LARGE", 0)
 
 
 @pytest.mark.usefixtures("as_if_large")

@@ -20,7 +20,7 @@ from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 from transformers import DynamicCache
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
 
 pytestmark = pytest.mark.instructions
 

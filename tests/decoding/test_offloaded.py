@@ -10,7 +10,7 @@ from running import one_of_each_kind
 from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 from transformers import AutoModelForCausalLM
 
-from hf_spec.adapters.active import find_active
+from hf_spec.adapters.loading import find_active
 from hf_spec.modeling_patches.weights import device_of, loaded, placement
 
 accelerate = pytest.importorskip("accelerate")

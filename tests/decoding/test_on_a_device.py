@@ -20,8 +20,8 @@ from test_method_contract import CASES, RUNS, adapted, strategy
 
 import hf_spec
 from hf_spec.decoding.step import Steps
-from hf_spec.methods.mtp.weights import mtp_layers
-from hf_spec.model import captures
+from hf_spec.methods.mtp import mtp_layers
+from hf_spec.target import captures
 
 NEW = 14
 TRANSFER = "core/verify to_host: read"

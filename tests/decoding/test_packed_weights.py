@@ -13,9 +13,9 @@ from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 
 from hf_spec import pack_weights
 from hf_spec.methods.eagle3 import Eagle3Adapter
-from hf_spec.model import packed_weights as packing
 from hf_spec.modeling_patches.modules import decoder_layers
 from hf_spec.modeling_patches.per_call import Changes
+from hf_spec.target import packed_weights as packing
 
 pytestmark = pytest.mark.instructions
 

@@ -20,8 +20,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.methods.registry import get_method
-from hf_spec.modeling_patches.cache_name import CACHE
-from hf_spec.modeling_patches.modules import decoder_layers
+from hf_spec.modeling_patches.modules import CACHE, decoder_layers
 
 Spec = dict[str, Any]
 
@@ -168,7 +167,7 @@ def test_rows_with_other_numbers_of_new_tokens(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, architecture: str, chunk: int
 ) -> None:
     """They end in other chunks; the first row parts with the cache early, the others go on."""
-    monkeypatch.setattr("hf_spec.model.appending.CHUNK", chunk)
+    monkeypatch.setattr("hf_spec.target.target.CHUNK", chunk)
     model, config = tiny(architecture), get_method(name).adapter_config
     columns: list[int] = []
     logits: list[int] = []

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 import hf_spec
 from hf_spec.methods import mtp
 from hf_spec.methods.registry import methods
-from hf_spec.model import captures
+from hf_spec.target import captures
 
 NEW = 16
 OPTIONS = {"layer_skip": {"skip_attention": [1], "skip_mlp": [2]}}

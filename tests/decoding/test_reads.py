@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 from hf_spec.core.verify import StepResult
 from hf_spec.methods.prompt_lookup import PromptLookupDrafter
-from hf_spec.model.hidden_states import Reads
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.target.hidden_states import Reads
 
 LAYERS = (3, 0, 2)  # of three; the last one's states are the final ones
 
@@ -95,7 +95,7 @@ def test_continued_caches_bring_new_tokens_only(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama")
-    monkeypatch.setattr("hf_spec.model.appending.CHUNK", 3)
+    monkeypatch.setattr("hf_spec.target.target.CHUNK", 3)
     ids, mask = prompts(1)
     tree = model.generate(ids[:, :9], return_dict_in_generate=True, **HOW)[CACHE]
     stock = DynamicCache()

@@ -18,7 +18,7 @@ from test_method_contract import FIRST, adapted
 from test_method_contract import strategy as variant_of
 from torch import Tensor
 
-from hf_spec.model import captures
+from hf_spec.target import captures
 
 #: The list is of these releases.
 LISTED = transformers.__version__.startswith("5.24.") and torch.__version__.startswith("2.13.")
@@ -41,7 +41,7 @@ KNOWN = """
 """
 
 #: Of these the host reads sizes on most GPUs, where they are refused
-#: (:func:`hf_spec.model.captures._obstacle`).
+#: (:func:`hf_spec.target.captures._obstacle`).
 REFUSED = "_grouped_mm"
 
 SAMPLED = {

@@ -23,10 +23,10 @@ import hf_spec
 from hf_spec.cache import recurrent as recurrent_module
 from hf_spec.cache.recurrent import stock_states
 from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.draft.policy import StepPolicy
 from hf_spec.methods.registry import methods
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
 from hf_spec.modeling_patches.support import empty_cache
-from hf_spec.policy.step_policy import StepPolicy
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 RETURN = {"return_dict_in_generate": True}
@@ -221,7 +221,7 @@ def test_tree_cache_over_turns(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
         second = check_same(model, {**spec, **RETURN, CACHE: cache}, **turn)
         assert second[CACHE] is cache
         check_states(model, cache, real(second.sequences, turn))
-        monkeypatch.setattr("hf_spec.model.appending.RECURRENT_CHUNK", 4)
+        monkeypatch.setattr("hf_spec.target.target.RECURRENT_CHUNK", 4)
 
 
 @pytest.mark.parametrize(

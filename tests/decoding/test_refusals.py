@@ -21,7 +21,7 @@ from transformers import (
 
 import hf_spec
 from hf_spec.modeling_patches import generation_mode
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
 
 Spec = dict[str, Any]
 

@@ -21,7 +21,7 @@ from scipy import stats
 from test_compiled import adapt, generate, strategy
 
 import hf_spec
-from hf_spec.drafting import rollouts
+from hf_spec.draft import rollouts
 
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 12, "max_new_tokens": 24}
 

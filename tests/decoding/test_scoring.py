@@ -14,8 +14,8 @@ from transformers import (
 from transformers.generation import logits_process
 
 from hf_spec.core.tree import Tree
-from hf_spec.decoding.call_sequences import Sequences
 from hf_spec.decoding.scoring import Scorer
+from hf_spec.decoding.sequences import Sequences
 
 VOCAB = 20
 LENGTHS = [3, 5, 5, 8]

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import hf_spec
-from hf_spec.decoding.selfcheck import check_tree_forward
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.decoding.strategy import check_tree_forward
+from hf_spec.modeling_patches.modules import CACHE
 
 pytestmark = pytest.mark.instructions
 

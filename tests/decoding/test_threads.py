@@ -15,8 +15,8 @@ from running import fingerprint, needed
 
 from hf_spec.core import verify
 from hf_spec.core.memory import RUNNING
-from hf_spec.drafting.noise import SamplingNoise
 from hf_spec.methods.registry import methods
+from hf_spec.target.noise import SamplingNoise
 
 THREADS = 4
 GREEDY = {"max_new_tokens": 8, "do_sample": False}

@@ -16,7 +16,7 @@ from test_method_contract import adapted, strategy
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 RETURNED: dict[str, Any] = {**GREEDY, "return_dict_in_generate": True}
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("recorded")
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rings of a window and the nodes of a step, smaller than trees."""
     for name in ("STEP", "NODES", "GROWTH"):
-        monkeypatch.setattr(f"hf_spec.cache.buffers.{name}", 1)
+        monkeypatch.setattr(f"hf_spec.cache.attention.{name}", 1)
 
 
 @pytest.mark.usefixtures("small")

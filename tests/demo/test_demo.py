@@ -7,12 +7,11 @@ from scripts import load_script
 from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_prompts
 
 import hf_spec
-from hf_spec.tools import cli
+from hf_spec.tools import cli, demo
 from hf_spec.tools.bench.prompts import read_prompts
 from hf_spec.tools.bench.results import Measurement
-from hf_spec.tools.cli.demo import _Shown
+from hf_spec.tools.cli.bench import _Shown
 from hf_spec.tools.data import Prompt
-from hf_spec.tools.demo import demo
 from hf_spec.tools.hub.folder import check_complete
 from hf_spec.tools.loading import read_adapters
 

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from scripts import load_script
 
-from hf_spec.tools.demo import demo
+from hf_spec.tools import demo
 
 
 def significant_bits(number: float) -> int:

@@ -14,7 +14,7 @@ from running import drafting
 from tiny_checkpoint import make_tokenizer
 
 import hf_spec
-from hf_spec.tools.demo import demo
+from hf_spec.tools import demo
 from hf_spec.tools.demo.steps import StepStreamer, pieces
 from hf_spec.tools.loading import load_model
 

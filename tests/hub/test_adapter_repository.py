@@ -20,11 +20,11 @@ from tiny_checkpoint import load_checkpoint
 from transformers import GenerationMixin
 
 import hf_spec
-from hf_spec.adapters.active import find_active
-from hf_spec.adapters.repo_files import shim_text
+from hf_spec.adapters.config import shim_text
+from hf_spec.adapters.loading import find_active
 from hf_spec.core.checks import INSTALL
 from hf_spec.tools import cli
-from hf_spec.tools.hub.card import render_card, write_card
+from hf_spec.tools.hub.card import push, render_card, write_card
 from hf_spec.tools.hub.folder import (
     attached,
     check_complete,
@@ -32,7 +32,6 @@ from hf_spec.tools.hub.folder import (
     save_adapter,
     save_spec_config,
 )
-from hf_spec.tools.hub.push import push
 
 OPTIONS = {"draft_exit": "fixed", "num_draft_tokens": 3, "drafting": "always"}
 

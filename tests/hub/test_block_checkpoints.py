@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.generation import candidate_generator
 
 import hf_spec
-from hf_spec.adapters.active import find_active
 from hf_spec.adapters.checkpoint import WEIGHTS
-from hf_spec.drafting.block_diffusion.drafter import BlockDrafter
+from hf_spec.adapters.loading import find_active
+from hf_spec.predict.blocks import BlockDrafter
 from hf_spec.tools import cli
 from hf_spec.tools.hub.transfer import import_adapter, importable, recognized
 

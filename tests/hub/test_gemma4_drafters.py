@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 import hf_spec
-from hf_spec.adapters.active import find_active
+from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.drafting.block_diffusion.network import block_sequences
-from hf_spec.drafting.training_time_test import unrolled
 from hf_spec.methods.eagle3 import Eagle3Network
 from hf_spec.methods.registry import methods
-from hf_spec.model.sequences import token_hidden
+from hf_spec.predict.blocks import block_sequences
+from hf_spec.predict.losses import unrolled
+from hf_spec.target.sequences import token_hidden
 from hf_spec.tools.hub.transfer import export_adapter
 
 #: Rounding of float32.

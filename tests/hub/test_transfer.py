@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import load_checkpoint
 
 import hf_spec
-from hf_spec.adapters.active import find_active
+from hf_spec.adapters.loading import find_active
 from hf_spec.tools import cli
 from hf_spec.tools.hub.folder import check_complete
 from hf_spec.tools.hub.transfer import find_published, import_adapter, importable, read_published

@@ -12,7 +12,7 @@ from transformers import DynamicCache, GraniteConfig, GraniteForCausalLM
 
 import hf_spec
 from hf_spec.methods.bita import BitaDrafter
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.modeling_patches.modules import CACHE
 
 # -- loss: eq. (1) -----------------------------------------------------------------------------
 

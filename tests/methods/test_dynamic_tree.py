@@ -16,9 +16,9 @@ from replay import RECORDED
 from running import drafting
 
 import hf_spec
-from hf_spec.adapters.active import require_active
+from hf_spec.adapters.loading import require_active
+from hf_spec.core.shapes import TreeState, TreeStates
 from hf_spec.core.tree import TokenTree
-from hf_spec.core.tree_states import TreeState, TreeStates
 from hf_spec.methods.ppd.dynamic_tree import (
     RANKS,
     best_size,

@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 from step_by_hand import chain, commit, frontier, started
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
-from hf_spec.adapters.active import find_active
-from hf_spec.drafting.losses import Own, prediction_losses
-from hf_spec.drafting.training_time_test import unrolled
+from hf_spec.adapters.loading import find_active
 from hf_spec.methods.eagle3 import Eagle3Config, Eagle3Network
+from hf_spec.predict.losses import Own, prediction_losses, unrolled
 from hf_spec.tools.hub.transfer import convert
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "drafters" / "eagle3"

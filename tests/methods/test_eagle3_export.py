@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_eagle3 import FIXTURES, base
 
 import hf_spec
-from hf_spec.adapters.active import find_active
+from hf_spec.adapters.loading import find_active
 from hf_spec.methods.eagle3 import Eagle3Network
 from hf_spec.tools.hub.transfer import convert, export_adapter, import_adapter
 

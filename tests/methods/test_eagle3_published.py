@@ -16,7 +16,7 @@ from test_eagle3 import FIXTURES, base
 from tiny_checkpoint import make_tokenizer
 from torch import Tensor
 
-from hf_spec.adapters.active import find_active
+from hf_spec.adapters.loading import find_active
 from hf_spec.methods.eagle3 import FLAGS
 from hf_spec.tools import cli
 from hf_spec.tools.hub.folder import check_complete

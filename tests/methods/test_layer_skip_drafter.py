@@ -14,16 +14,14 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
-from hf_spec.core.host_tree import Row
 from hf_spec.core.memory import forget
-from hf_spec.core.tree import Tree
+from hf_spec.core.tree import Row, Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.drafting.state import DecodeState
-from hf_spec.methods.layer_skip.drafter import LayerSkipDrafter
-from hf_spec.methods.layer_skip.options import LayerSkipOptions, ThresholdExit
-from hf_spec.model.target import Target
-from hf_spec.modeling_patches.cache_name import CACHE
-from hf_spec.modeling_patches.layer_skip import LayerSkipper
+from hf_spec.draft.state import DecodeState
+from hf_spec.methods.layer_skip import LayerSkipDrafter, LayerSkipOptions, ThresholdExit
+from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.modeling_patches.skipping import LayerSkipper
+from hf_spec.target.target import Target
 
 # -- draft exit, eqs. (2)-(4) --------------------------------------------------------------------
 

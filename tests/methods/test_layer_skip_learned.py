@@ -23,12 +23,12 @@ from trained import answers, as_options
 from transformers import PreTrainedModel
 
 import hf_spec
-from hf_spec.adapters.active import find_active
+from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.methods.layer_skip import adapter as layer_skip
+from hf_spec.methods import layer_skip
 from hf_spec.methods.registry import get_method
-from hf_spec.modeling_patches.layer_skip import LayerSkipper
-from hf_spec.modeling_patches.merged_copies import _COPIES
+from hf_spec.modeling_patches.low_rank import _COPIES
+from hf_spec.modeling_patches.skipping import LayerSkipper
 from hf_spec.tools import cli
 
 SKIP: dict[str, Any] = {"skip_attention": [0, 1], "skip_mlp": [1]}

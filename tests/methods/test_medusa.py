@@ -13,13 +13,13 @@ from running import drafting
 from torch.nn import functional
 
 import hf_spec
-from hf_spec.adapters.active import find_active
-from hf_spec.drafting.heads import PROJECTION, head_states, projected
-from hf_spec.drafting.state import DecodeState
+from hf_spec.adapters.loading import find_active
+from hf_spec.draft.policy import StepPolicy
+from hf_spec.draft.state import DecodeState
 from hf_spec.methods.registry import methods
-from hf_spec.model.hidden_states import output_logits
-from hf_spec.model.sequences import token_hidden
-from hf_spec.policy.step_policy import StepPolicy
+from hf_spec.predict.heads import PROJECTION, head_states, projected
+from hf_spec.target.hidden_states import output_logits
+from hf_spec.target.sequences import token_hidden
 
 
 def naive_states(weights: dict, head: int, hidden: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import hf_spec
-from hf_spec.methods.mtp.weights import SINGLE, mtp_layers
+from hf_spec.methods.mtp import SINGLE, mtp_layers
 
 pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
 

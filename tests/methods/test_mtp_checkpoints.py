@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from test_mtp import FIXTURES, model_of
 
 import hf_spec
-from hf_spec.adapters.active import find_active
-from hf_spec.methods.mtp import weights
-from hf_spec.methods.mtp.weights import INDEX, SINGLE, mtp_layers
+from hf_spec.adapters.loading import find_active
+from hf_spec.methods import mtp
+from hf_spec.methods.mtp import INDEX, SINGLE, mtp_layers
 
 pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
 
@@ -85,13 +85,13 @@ def test_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     model.config.name_or_path = "org/tiny"
     model.config._commit_hash = commit
-    ask: Any = weights.Origin._on_hub
+    ask: Any = mtp.Origin._on_hub
 
     def only_local(origin: Any, name: str, asks: bool) -> Any:
         assert not asks
         return ask(origin, name, asks)
 
-    monkeypatch.setattr(weights.Origin, "_on_hub", only_local)
+    monkeypatch.setattr(mtp.Origin, "_on_hub", only_local)
     assert len(mtp_layers(model).layers) == 1
     one_file(snapshot)
     model.to(torch.bfloat16)

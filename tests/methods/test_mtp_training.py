@@ -21,12 +21,12 @@ from trained import SETTINGS, history, record, same
 from transformers import DynamicCache, Trainer, TrainerCallback
 
 import hf_spec
-from hf_spec.adapters.active import find_active
+from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.decoding.auto import choose
-from hf_spec.drafting.losses import LIKELIEST
-from hf_spec.methods.mtp import MtpConfig, loss, weights
-from hf_spec.methods.mtp.weights import mtp_layers
+from hf_spec.decoding.call import choose
+from hf_spec.methods import mtp
+from hf_spec.methods.mtp import MtpConfig, loss, mtp_layers
+from hf_spec.predict.losses import LIKELIEST
 from hf_spec.tools.training.evaluation import EvalDecoding
 from hf_spec.tools.training.train import train
 
@@ -156,7 +156,7 @@ def learned(tmp_path_factory: Any) -> tuple[str, Path]:
     name, folder = "glm4_moe_2", tmp_path_factory.mktemp("mtp") / "adapter"
     model, before = fresh(name), model_of(name).state_dict()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "_read", getattr(weights._read, "__wrapped__", weights._read))
+        patch.setattr(mtp, "_read", getattr(mtp._read, "__wrapped__", mtp._read))
         settings = {**LEARN, "learning_rate": 2e-2}
         train(
             model, answers(name), "mtp", folder, {"ttt_steps": 3, "loss": "distillation"}, settings

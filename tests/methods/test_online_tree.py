@@ -13,13 +13,11 @@ from replay import RECORDED
 from running import drafting
 
 import hf_spec
-from hf_spec.adapters.predicting import MARKOV_HEAD
+from hf_spec.adapters.config import MARKOV_HEAD
 from hf_spec.core import memory
 from hf_spec.core.tree import Tree
-from hf_spec.drafting.grow import grow
-from hf_spec.drafting.markov_head import MarkovHead
-from hf_spec.drafting.predictions import Predictions
-from hf_spec.methods.propd.online_tree import (
+from hf_spec.draft.grow import grow
+from hf_spec.methods.propd import (
     GUESSED,
     HIT_ALPHA,
     RANKS,
@@ -27,6 +25,8 @@ from hf_spec.methods.propd.online_tree import (
     OnlineDrafter,
     Ranked,
 )
+from hf_spec.predict.markov import MarkovHead
+from hf_spec.predict.table import Predictions
 
 ROW = {"input_ids": prompt()}
 

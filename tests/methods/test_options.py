@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import hf_spec
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.shapes import TokenTree
 from hf_spec.decoding.strategy import resolve
-from hf_spec.drafting.options import DraftOptions, changed, key_of
-from hf_spec.drafting.static_trees import drafted_depth, static_tree
+from hf_spec.draft.options import DraftOptions, changed, key_of
 from hf_spec.methods.registry import get_method, methods
+from hf_spec.predict.tree_drafter import drafted_depth, static_tree
 from hf_spec.tools.bench.contenders import contenders, parse_names
 
 #: Options that methods have no use for.

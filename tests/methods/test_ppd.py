@@ -19,16 +19,14 @@ from trained import SETTINGS, answers
 from transformers import TrainerCallback
 
 import hf_spec
-from hf_spec.adapters.active import find_active
-from hf_spec.adapters.predicting import MARKOV_HEAD
+from hf_spec.adapters.config import MARKOV_HEAD
+from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.token_tree import TokenTree
-from hf_spec.core.tree_states import TreeState, TreeStates
-from hf_spec.methods.ppd import drafter as drafter_module
-from hf_spec.methods.ppd.adapter import ept_group
-from hf_spec.methods.ppd.adapter import loss as objective
-from hf_spec.methods.ppd.drafter import PPDDrafter
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.core.shapes import TokenTree, TreeState, TreeStates
+from hf_spec.methods import ppd as drafter_module
+from hf_spec.methods.ppd import PPDDrafter, ept_group
+from hf_spec.methods.ppd import loss as objective
+from hf_spec.modeling_patches.modules import CACHE
 from hf_spec.tools.hub.card import write_card
 from hf_spec.tools.training.train import train
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tiny_checkpoint import make_model
 
 import hf_spec
-from hf_spec.adapters.active import find_active
+from hf_spec.adapters.loading import find_active
 from hf_spec.tools.hub.folder import check_complete
 from hf_spec.tools.hub.transfer import import_adapter
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec.core.host_tree import Row
+from hf_spec.core.tree import Row
 from hf_spec.core.verify import HostResult
-from hf_spec.drafting.ngram import (
+from hf_spec.draft.lookup import (
     WEIGHT_PER_NGRAM,
     Confidence,
     Match,

@@ -13,14 +13,13 @@ from running import drafting
 from torch.nn import functional
 
 import hf_spec
-from hf_spec.adapters.active import find_active
+from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.shapes import TokenTree
 from hf_spec.core.tree import Tree
-from hf_spec.drafting.losses import heads_loss
-from hf_spec.methods.propd.adapter import early_states
-from hf_spec.methods.propd.drafter import EarlyPruning
+from hf_spec.methods.propd import EarlyPruning, early_states
 from hf_spec.methods.registry import get_method
+from hf_spec.predict.losses import heads_loss
 
 
 def propd(**kwargs: Any) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from transformers.generation.candidate_generator import (
 )
 
 import hf_spec
-from hf_spec.drafting.grow import Frontier
-from hf_spec.methods.draft_model.shared_kv import SharedKVDrafter
-from hf_spec.model.graphs import Graphs
+from hf_spec.draft.grow import Frontier
+from hf_spec.methods.draft_model import SharedKVDrafter
 from hf_spec.modeling_patches import shared_kv
+from hf_spec.target.graphs import Graphs
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 GIVEN = {"row": {"input_ids": prompt()}, "batch": ragged()}

@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_spec
-from hf_spec.adapters.active import find_active
 from hf_spec.adapters.layer import layer_of
+from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.methods.space import adapter as space
+from hf_spec.methods import space
 from hf_spec.modeling_patches.modules import linear_modules
-from hf_spec.tools.training.anchors import AnswerDataset, collate
+from hf_spec.tools.training.dataset import AnswerDataset, collate
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 
@@ -266,7 +266,7 @@ def test_targets_are_recorded_by_name(
     model, again = fresh(architecture), fresh(architecture)
     model.add_adapter(hf_spec.SpaceConfig(**fields))
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr("hf_spec.methods.space.adapter.output_projections", linear_modules)
+    monkeypatch.setattr("hf_spec.methods.space.output_projections", linear_modules)
     again.load_adapter(tmp_path)
     assert all(one.peft_config["default"].target_modules == names for one in (model, again))
     weights = [find_active(one, "SPACE").tensors() for one in (model, again)]

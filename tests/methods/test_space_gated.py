@@ -12,13 +12,11 @@ from transformers import DynamicCache
 
 import hf_spec
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.probes import ProbeGroup
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import Tree
-from hf_spec.methods.space.adapter import mask_tokens
-from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.target import Output, Target
-from hf_spec.modeling_patches.cache_name import CACHE
+from hf_spec.methods.space import mask_tokens
+from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.target.target import Output, ProbeInputs, Target
 
 TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1]])
 

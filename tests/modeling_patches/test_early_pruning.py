@@ -10,15 +10,13 @@ from running import added
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.probes import ProbeGroup
 from hf_spec.core.pruning import connected
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import Tree
-from hf_spec.model.probe_inputs import ProbeInputs
-from hf_spec.model.target import Output, Target
-from hf_spec.modeling_patches.early_pruning import early_pruning, layer_input
 from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.skipping import early_pruning, layer_input
+from hf_spec.target.target import Output, ProbeInputs, Target
 
 LENGTHS = (12, 9, 6)
 SHAPE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0, 1, 0], [2, 0, 0]])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_spec.modeling_patches.fp8 import FP8, dequantized
+from hf_spec.modeling_patches.weights import FP8, dequantized
 
 
 def quantized(weight: Tensor, size: int = 128) -> tuple[Tensor, Tensor]:

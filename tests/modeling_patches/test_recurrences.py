@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from random_trees import path_to
 from torch import Tensor
 
-from hf_spec.modeling_patches import mamba
-from hf_spec.modeling_patches import recurrences as rules
-from hf_spec.modeling_patches.recurrences import Kept, Rule, Step
+from hf_spec.modeling_patches import linear_attention
+from hf_spec.modeling_patches import linear_attention as rules
+from hf_spec.modeling_patches.linear_attention import Kept, Rule, Step
 
 BATCH, NODES, HEADS = 3, 13, 4
 #: Float32 against float64, states of order 1 to 100.
@@ -144,7 +144,7 @@ def mamba2() -> Case:
         "dt_softplus": True,
     }  # fmt: skip
     axes = dict.fromkeys(("x", "dt", "B", "C"), 1)
-    return Case(mamba.MAMBA2, inputs, axes, normal(BATCH, HEADS, 6, 5), one, 1)
+    return Case(linear_attention.MAMBA2, inputs, axes, normal(BATCH, HEADS, 6, 5), one, 1)
 
 
 def mamba1() -> Case:
@@ -159,7 +159,7 @@ def mamba1() -> Case:
         "z": normal(BATCH, 6, NODES), "delta_bias": None, "delta_softplus": False,
     }  # fmt: skip
     axes = dict.fromkeys(("x", "dt", "B", "C", "z"), 2)
-    return Case(mamba.MAMBA1, inputs, axes, normal(BATCH, 6, 5), one, 2)
+    return Case(linear_attention.MAMBA1, inputs, axes, normal(BATCH, 6, 5), one, 2)
 
 
 CASES: dict[str, Callable[[], Case]] = {

@@ -27,7 +27,6 @@ import hf_spec
 from hf_spec.core import mask as masks
 from hf_spec.core.tree import Tree
 from hf_spec.methods.registry import methods
-from hf_spec.model.block import Slots, first_near
 from hf_spec.modeling_patches import attention_masks
 from hf_spec.modeling_patches.attention_masks import (
     TREE_ATTENTION,
@@ -35,10 +34,11 @@ from hf_spec.modeling_patches.attention_masks import (
     check_attention,
     unpacked,
 )
+from hf_spec.target.target import Slots, first_near
 
 pytest.importorskip("triton", reason="Triton is not installed: its kernel cannot run")
 
-from hf_spec.modeling_patches import tree_attention as kernel  # noqa: E402
+from hf_spec.modeling_patches import tree_attention as kernel
 
 #: Names and values of what a case has.
 FEATURES: dict[str, tuple[Any, ...]] = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_spec.modeling_patches.weights_version import weights_version
+from hf_spec.modeling_patches.weights import weights_version
 
 
 def fused_step(x: Tensor) -> None:

@@ -21,13 +21,13 @@ from tiny_checkpoint import (
 import hf_spec
 from hf_spec.tools import cli
 from hf_spec.tools.bench.prompts import Prompt
-from hf_spec.tools.bench.session import Session
+from hf_spec.tools.bench.runner import Session
 
 pytest.importorskip("optuna")
 pytest.importorskip("scipy")
 
-from hf_spec.tools.search import layers
-from hf_spec.tools.search.layers import LayerSearch, skippable, starting_points
+from hf_spec.tools import search as layers
+from hf_spec.tools.search import LayerSearch, skippable, starting_points
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import TrainerState
 
-from hf_spec.tools.training.anchors import AnswerDataset, NewAnchors, SimilarLengths, collate
+from hf_spec.tools.training.dataset import AnswerDataset, NewAnchors, SimilarLengths, collate
 
 ROWS = [
     {"prompt_ids": list(range(100, 104)), "answer_ids": list(range(10, 40))},

@@ -19,10 +19,10 @@ from tiny_checkpoint import make_model, save_checkpoint, write_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import hf_spec
-from hf_spec.adapters.base_model import fingerprint
+from hf_spec.adapters.config import fingerprint
 from hf_spec.files import exclusive
 from hf_spec.tools import cli
-from hf_spec.tools.bench import session
+from hf_spec.tools.bench import runner
 from hf_spec.tools.training import distill as work
 from hf_spec.tools.training.dataset import read_answers, read_provenance
 
@@ -239,7 +239,7 @@ def test_continues_where_it_was_killed(root, oracle, tmp_path, caplog, monkeypat
     for read in (read_answers, read_provenance):
         with pytest.raises(ValueError, match="is unfinished: repeat the hf-spec distill command"):
             read(output)
-    calls, original = 0, session.Session.generate
+    calls, original = 0, runner.Session.generate
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -248,7 +248,7 @@ def test_continues_where_it_was_killed(root, oracle, tmp_path, caplog, monkeypat
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(session.Session, "generate", interrupt)
+    monkeypatch.setattr(runner.Session, "generate", interrupt)
     assert distill(root, output) == 130
     assert "interrupted; the same command continues" in capsys.readouterr().err
     assert caplog.text.count("the last line was cut off and is made again") == 1

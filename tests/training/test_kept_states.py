@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec.model.sequences import token_hidden, token_states
-from hf_spec.tools.training.kept_states import KEEPER, KeptStates
-from hf_spec.tools.training.train import train
+from hf_spec.target.sequences import token_hidden, token_states
+from hf_spec.tools.training.train import KEEPER, KeptStates, train
 
 
 class Forwards:

@@ -11,8 +11,8 @@ from torch.optim import AdamW, Muon
 from trained import SETTINGS, TRAININGS, answers
 from transformers import Trainer
 
-from hf_spec.tools.training.muon import WithMuon, layer_matrices
 from hf_spec.tools.training.train import train
+from hf_spec.tools.training.trainer import WithMuon, layer_matrices
 
 
 def test_each_steps_its_own_parameters() -> None:

@@ -10,9 +10,9 @@ import torch
 from tiny_checkpoint import EOS, PAD, make_tokenizer, save_checkpoint
 
 from hf_spec.tools import cli
-from hf_spec.tools.training import own_prompts
+from hf_spec.tools.training import distill
 from hf_spec.tools.training.dataset import read_answers, read_provenance
-from hf_spec.tools.training.own_prompts import OWN_PROMPTS, write_own_prompts
+from hf_spec.tools.training.distill import OWN_PROMPTS, write_own_prompts
 
 pytest.importorskip("datasets")
 pytest.importorskip("accelerate")
@@ -90,7 +90,7 @@ def test_by_command(tmp_path, capsys, monkeypatch):
     (output / "answers.jsonl").write_text("".join(lines[:4]))
     del made["rows"]
     (output / "provenance.json").write_text(json.dumps(made))
-    monkeypatch.setattr(own_prompts, "LONGEST", 0)
+    monkeypatch.setattr(distill, "LONGEST", 0)
     assert cli.main(command) == 0 and list(read_answers(output)) == rows
 
     # Other settings, and what is written once and for all.

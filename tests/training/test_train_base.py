@@ -23,8 +23,8 @@ import hf_spec
 from hf_spec.methods.registry import get_method
 from hf_spec.tools import cli
 from hf_spec.tools.training.arguments import spec_arguments
-from hf_spec.tools.training.base_weights import base_state, load_checkpoint
 from hf_spec.tools.training.train import train
+from hf_spec.tools.training.trainer import base_state, load_checkpoint
 
 FULL = TRAININGS["full"][1]
 

@@ -19,7 +19,7 @@ from tiny_checkpoint import make_model, save_checkpoint
 from trained import SETTINGS, TRAININGS, answers, as_options, history, record, same, weights
 
 import hf_spec
-from hf_spec.tools.training import sharded
+from hf_spec.tools.training import trainer
 from hf_spec.tools.training.train import train
 
 #: As ``accelerate launch`` passes on its configuration.
@@ -45,8 +45,8 @@ def test_weights_are_sharded_again_after_an_error(monkeypatch):
         def reshard(self) -> None:
             done.append("sharded")
 
-    monkeypatch.setattr(sharded, "FSDPModule", Sharded)
-    with pytest.raises(KeyError), sharded.whole_root(Sharded()):
+    monkeypatch.setattr(trainer, "FSDPModule", Sharded)
+    with pytest.raises(KeyError), trainer.whole_root(Sharded()):
         raise KeyError
     assert done == ["whole", "sharded"]
 

@@ -28,19 +28,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_spec.adapters.active import require_active
-from hf_spec.adapters.module import Adapter
-from hf_spec.core.checks import check_count
-from hf_spec.core.limits import MAX_ROWS
+from hf_spec.adapters.layer import Adapter
+from hf_spec.adapters.loading import require_active
+from hf_spec.core.checks import MAX_ROWS, check_count
+from hf_spec.core.shapes import TreeState, TreeStates
 from hf_spec.core.stats import synchronize
 from hf_spec.core.tree import TokenTree
-from hf_spec.core.tree_states import TreeState, TreeStates
-from hf_spec.drafting.calibration import Array
-from hf_spec.drafting.options import ADAPTIVE
-from hf_spec.drafting.static_trees import check_states
-from hf_spec.drafting.tree_drafter import TreeDrafter
+from hf_spec.draft.grow import Array
+from hf_spec.draft.options import ADAPTIVE
 from hf_spec.methods.registry import get_method
 from hf_spec.modeling_patches.modules import unwrapped
+from hf_spec.predict.tree_drafter import TreeDrafter, check_states
 
 #: Value of the option ``tree``.
 DYNAMIC = "dynamic"

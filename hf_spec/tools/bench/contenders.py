@@ -10,9 +10,9 @@ from typing import Any
 from transformers import CompileConfig
 
 import hf_spec
-from hf_spec.adapters.active import fine_tunes
+from hf_spec.adapters.loading import fine_tunes
 from hf_spec.core.checks import check_choice
-from hf_spec.drafting.options import AUTO
+from hf_spec.draft.options import AUTO
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.tools.loading import Adapter
 

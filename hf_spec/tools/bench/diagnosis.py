@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from hf_spec.adapters.active import active_names
-from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import PredictingConfig
+from hf_spec.adapters.config import PredictingConfig
+from hf_spec.adapters.layer import Adapter
+from hf_spec.adapters.loading import active_names
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import bar
-from hf_spec.decoding.auto import Choice
-from hf_spec.drafting.block_diffusion.config import BlockConfig
+from hf_spec.decoding.call import Choice
 from hf_spec.methods.registry import Method, get_method, methods
+from hf_spec.predict.blocks import BlockConfig
 from hf_spec.tools.bench.contenders import contender_of
 from hf_spec.tools.bench.prompts import Prompt
 from hf_spec.tools.bench.runner import run

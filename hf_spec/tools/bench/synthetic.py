@@ -19,15 +19,14 @@ from torch.nn.functional import pad
 from transformers import GenerationConfig
 
 from hf_spec.core import verify
-from hf_spec.core.buckets import bucket
 from hf_spec.core.checks import check_range
+from hf_spec.core.device import bucket, to_device
 from hf_spec.core.memory import forget, memory
-from hf_spec.core.transfer import to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
 from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.scoring import Scorer
-from hf_spec.drafting.options import DraftOptions
+from hf_spec.draft.options import DraftOptions
 
 #: The command line's option, for messages.
 OPTION = "--synthetic-acceptance"

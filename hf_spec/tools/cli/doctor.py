@@ -1,16 +1,56 @@
-"""``hf-spec doctor``."""
+"""``hf-spec doctor`` and ``strategies``."""
 
 import json
+import re
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
 
 from typer import Option, echo
 
-from hf_spec.tools.cli import options as opt
+from hf_spec.tools.cli import common as opt
 from hf_spec.tools.cli.common import load_library
 from hf_spec.tools.loading import NATIVE, check_adapter, chosen_device, load_model, read_adapters
+
+# -- ``hf-spec strategies`` ------------------------------------------------------------------------
+
+#: What ``auto`` takes, in its order.
+AUTO_TAKES = "assistant_model, the active adapter, the checkpoint's MTP layers, prompt_lookup"
+#: The name and the summary of a method, where its module defines it.
+METHOD = re.compile(r'^METHOD = Method\(\s*name="(.+)",\s*summary="(.+)",$', re.MULTILINE)
+
+
+def strategies(as_json: opt.AsJson = False) -> None:
+    """List the strategies.
+
+    Names for generate(assistant_strategy=...), with one line about each.
+
+    \b
+    Examples:
+      hf-spec strategies
+      hf-spec strategies --json
+    """
+    known = _summaries()
+    if as_json:
+        echo(json.dumps(known, indent=1))
+        return
+    width = max(map(len, known), default=0)
+    for name, line in known.items():
+        echo(f"{name:{width}}  {line}")
+    echo(f"{'auto':{width}}  the first that there is: {AUTO_TAKES}")
+
+
+def _summaries() -> dict[str, str]:
+    """What ``hf_spec.strategies()`` returns, read from the sources of the methods' modules:
+    importing them takes seconds."""
+    folder = Path(str(files("hf_spec.methods")))
+    paths = [*folder.glob("*.py"), *folder.glob("*/__init__.py")]
+    return dict(sorted(pair for path in paths for pair in METHOD.findall(path.read_text("utf-8"))))
+
+
+# -- ``hf-spec doctor`` ----------------------------------------------------------------------------
 
 
 def doctor(
@@ -82,7 +122,7 @@ def _examined(
     model: Any, tokenizer: Any, adapters: Sequence[Any], prompts: Sequence[Any], new_tokens: int
 ) -> dict[str, Any]:
     """What works on a model, what ``auto`` takes, and how that does on prompts, if any."""
-    from hf_spec.decoding.auto import choose
+    from hf_spec.decoding.call import choose
     from hf_spec.files import read_json
     from hf_spec.methods.registry import get_method
     from hf_spec.tools.bench import diagnosis

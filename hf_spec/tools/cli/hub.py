@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option, echo
 
-from hf_spec.tools.cli import options as opt
+from hf_spec.tools.cli import common as opt
 from hf_spec.tools.cli.common import check_writable
 from hf_spec.tools.loading import load_model
 
@@ -78,9 +78,9 @@ def push(
       hf-spec push ./skip org/qwen3-0.6b-layer-skip
       hf-spec push ./skip org/name --private --revision v2
     """
+    from hf_spec.tools.hub.card import files_to_upload
+    from hf_spec.tools.hub.card import push as upload
     from hf_spec.tools.hub.folder import CARD
-    from hf_spec.tools.hub.push import files_to_upload
-    from hf_spec.tools.hub.push import push as upload
 
     said = _said(license, language)
     if dry_run:

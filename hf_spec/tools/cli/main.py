@@ -12,17 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from hf_spec.core.checks import first_line, nearest
-from hf_spec.tools.cli.bench import bench
+from hf_spec.tools.cli.bench import bench, demo, search
 from hf_spec.tools.cli.common import BAD_INPUT, INTERRUPTED, Command
-from hf_spec.tools.cli.demo import demo
-from hf_spec.tools.cli.distill import distill
-from hf_spec.tools.cli.doctor import doctor
+from hf_spec.tools.cli.doctor import doctor, strategies
 from hf_spec.tools.cli.hub import card, export, import_, push
-from hf_spec.tools.cli.run import run
-from hf_spec.tools.cli.search import search
-from hf_spec.tools.cli.serve import serve
-from hf_spec.tools.cli.strategies import strategies
-from hf_spec.tools.cli.train import TrainCommand, train
+from hf_spec.tools.cli.serve import run, serve
+from hf_spec.tools.cli.train import TrainCommand, distill, train
 
 #: Settings of commands that take options which they do not name.
 UNKNOWN = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -1,15 +1,89 @@
-"""``hf-spec serve``."""
+"""``hf-spec run`` and ``serve``."""
 
+import importlib.util
 import os
+import re
+import shutil
 import sys
+import sysconfig
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Context, Option, echo
+from typer import Argument, Context, Option, echo
 
 from hf_spec.core.checks import install_extra
-from hf_spec.tools.cli import options as opt
+from hf_spec.tools.cli import common as opt
 from hf_spec.tools.cli.common import INTERRUPTED, NO_STRATEGY, require, single_strategy
 from hf_spec.tools.loading import load_adapters, read_adapters
+
+# -- ``hf-spec run`` -------------------------------------------------------------------------------
+
+#: What Python starts with, the program or ``-m`` and a module behind it.
+START = """\
+import os, runpy, sys
+import hf_spec
+del sys.argv[0]
+if sys.argv[0] == "-m":
+    del sys.argv[0]
+    sys.path.insert(0, os.getcwd())
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    sys.path.insert(0, os.path.dirname(os.path.realpath(sys.argv[0])))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(
+    program: Annotated[
+        list[str], Argument(metavar="PROGRAM [ARGUMENTS]...", help="What to start.")
+    ],
+    module: Annotated[bool, Option("-m", help="PROGRAM is a module.")] = False,
+) -> None:
+    """Start a Python program with hf_spec imported.
+
+    PROGRAM is a script, a console script of this environment, or a module. It runs as Python itself
+    would run it. Python processes that it starts do not import hf_spec by themselves; torchrun and
+    accelerate can start this command in each of theirs.
+
+    \b
+    Examples:
+      hf-spec run lm_eval --model hf --model_args pretrained=M --tasks gsm8k \\
+          --gen_kwargs assistant_strategy=prompt_lookup
+      hf-spec run train.py --epochs 1
+      hf-spec run -m package.module
+      torchrun --nproc-per-node 2 --no-python hf-spec run train.py
+    """
+    # Only the program may import what lies in the folder where it is started.
+    command = ["-P", "-c", START, *find(program[0], module), *program[1:]]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *command])
+
+
+def find(program: str, module: bool = False) -> list[str]:
+    """The program's file, or ``-m`` and the name of a module; a ValueError if there is none."""
+    if module:
+        return ["-m", program]
+    if Path(program).is_file():
+        return [program]
+    # A console script, of this environment first, is a file of Python, too.
+    folders = [sysconfig.get_path("scripts")]
+    if entry_points(group="console_scripts", name=program):
+        folders.append(os.environ.get("PATH", os.defpath))
+    script = shutil.which(program, path=os.pathsep.join(folders))
+    # If the interpreter's path is long, it is in the second line.
+    if script is not None and re.match(rb"#!.*python", Path(script).read_bytes()[:512], re.DOTALL):
+        return [script]
+    if program.isidentifier() and importlib.util.find_spec(program) is not None:
+        return ["-m", program]
+    raise ValueError(
+        f"PROGRAM {program!r}: there is no such file, no such console script of {sys.prefix}, and "
+        "no such module; give one of these, or -m and a module."
+    )
+
+
+# -- ``hf-spec serve`` -----------------------------------------------------------------------------
 
 
 def serve(
@@ -81,9 +155,9 @@ def _prepare_models(
     paths: Any, strategy: str | None, do_sample: bool | None, continuous: bool
 ) -> None:
     """Let the server attach the adapters to each model, and generate with the strategy."""
-    from hf_spec.decoding.validate import check_strategy
-    from hf_spec.model.packed_weights import pack_where_it_pays
+    from hf_spec.decoding.call import check_strategy
     from hf_spec.modeling_patches.served_models import on_load, on_request
+    from hf_spec.target.packed_weights import pack_where_it_pays
 
     adapters = read_adapters(paths)
     chosen = single_strategy(strategy, adapters, NO_STRATEGY)
@@ -115,7 +189,7 @@ def _prepare_models(
 def _check_request(model: Any, tokenizer: Any, inputs: Any, config: Any) -> None:
     """Raise a ValueError for a prompt, strategy or option that cannot be; ask for no more tokens
     than there is room for in the model's context."""
-    from hf_spec.decoding.validate import check_strategy
+    from hf_spec.decoding.call import check_strategy
     from hf_spec.tools.bench.prompts import context_limit
 
     length, limit = inputs["input_ids"].shape[-1], context_limit(model, tokenizer)
@@ -134,7 +208,7 @@ def _check_request(model: Any, tokenizer: Any, inputs: Any, config: Any) -> None
 def _report(model: Any) -> None:
     """Log the figures of a request, unless it named no strategy."""
     from hf_spec.core.memory import memory
-    from hf_spec.decoding.outputs import last_stats
+    from hf_spec.decoding.loop import last_stats
 
     stats = last_stats(model)
     known = memory(model)

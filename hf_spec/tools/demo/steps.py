@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from hf_spec.core.token_tree import TokenTree
+from hf_spec.core.shapes import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import vocab_size
-from hf_spec.drafting.draft_vocabulary import HEAD
-from hf_spec.drafting.layer_types import ARCHITECTURES, LayerType
-from hf_spec.model.row_embeddings import RowEmbeddings
+from hf_spec.adapters.config import vocab_size
+from hf_spec.adapters.layer import Adapter
 from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.weights import device_of
+from hf_spec.predict.decoder import ARCHITECTURES, LayerType
+from hf_spec.predict.markov import HEAD
+from hf_spec.target.hidden_states import RowEmbeddings
 from hf_spec.tools.formats import tables
 from hf_spec.tools.formats.tables import ANY, KIND, OF_DEEPSPEC, USUAL, Files, Reader
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.core.limits import MAX_BLOCKS, MAX_FUTURE
-from hf_spec.drafting.heads import BIASES, PROJECTION, WEIGHTS
+from hf_spec.core.checks import MAX_BLOCKS, MAX_FUTURE
+from hf_spec.predict.heads import BIASES, PROJECTION, WEIGHTS
 from hf_spec.tools.formats.tables import AS_IN_PAPERS, Files, Reader
 
 #: Names of tensors of head k, from 0, and its block j, for patterns below; of L blocks, ``k.L`` is

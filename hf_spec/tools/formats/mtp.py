@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_spec.core.limits import MAX_BLOCKS
+from hf_spec.core.checks import MAX_BLOCKS
 from hf_spec.modeling_patches.mtp import SPECULATORS, gathered
 from hf_spec.tools.formats.tables import KIND, Files, Reader, check_size
 

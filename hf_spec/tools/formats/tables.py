@@ -10,17 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.base_model import check_read_layers
-from hf_spec.adapters.module import Adapter
-from hf_spec.adapters.predicting import VOCABULARY
-from hf_spec.core.checks import check_count
-from hf_spec.core.limits import MAX_SIZE
-from hf_spec.drafting.block_diffusion.heads import HEADS
-from hf_spec.drafting.draft_vocabulary import HEAD
-from hf_spec.drafting.layer_types import LAYER_TYPES, SIZES, LayerType
-from hf_spec.drafting.made_once import is_plain
+from hf_spec.adapters.config import VOCABULARY, check_read_layers
+from hf_spec.adapters.layer import Adapter
+from hf_spec.core.checks import MAX_SIZE, check_count
 from hf_spec.methods.registry import Method
-from hf_spec.modeling_patches.weights import is_updated, output_bias, output_weight
+from hf_spec.modeling_patches.weights import is_plain, is_updated, output_bias, output_weight
+from hf_spec.predict.block_heads import HEADS
+from hf_spec.predict.decoder import LAYER_TYPES, SIZES, LayerType
+from hf_spec.predict.markov import HEAD
 
 #: Fields of an adapter's config or of another program's, and tensors by name.
 Files = tuple[dict[str, Any], dict[str, Tensor]]

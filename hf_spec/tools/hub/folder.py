@@ -13,7 +13,7 @@ from typing import Any
 
 import hf_spec
 from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
-from hf_spec.adapters.repo_files import CARD, GENERATION, SHIM, says_the_same, shim_text
+from hf_spec.adapters.config import CARD, GENERATION, SHIM, says_the_same, shim_text
 from hf_spec.core.checks import names_its_files
 from hf_spec.files import is_path, read_json, write_atomically, writing
 from hf_spec.methods.registry import Method, get_method

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_spec.adapters.active import require_active
 from hf_spec.adapters.checkpoint import (
     INDEX,
     PICKLE,
@@ -26,11 +25,11 @@ from hf_spec.adapters.checkpoint import (
     shards,
 )
 from hf_spec.adapters.layer import layer_of
+from hf_spec.adapters.loading import require_active
 from hf_spec.core.checks import UNFIT, check_choice, explained, first_line, names_its_files
 from hf_spec.files import read_json, write_json
 from hf_spec.methods.registry import Method, methods
-from hf_spec.modeling_patches.fp8 import FP8, SCALES, dequantized
-from hf_spec.modeling_patches.weights import placement, renamed
+from hf_spec.modeling_patches.weights import FP8, SCALES, dequantized, placement, renamed
 from hf_spec.tools.formats.tables import CONFIG as MODEL_CONFIG
 from hf_spec.tools.formats.tables import Reader, Writer, formats_of
 from hf_spec.tools.hub.card import write_card

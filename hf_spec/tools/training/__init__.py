@@ -4,8 +4,12 @@ A training script of one's own takes these names; everything else is ``transform
 PEFT.
 """
 
-from hf_spec.tools.training.anchors import AnswerDataset, collate
-from hf_spec.tools.training.dataset import read_answers, split
-from hf_spec.tools.training.vocabulary import set_vocabulary
+from hf_spec.tools.training.dataset import (
+    AnswerDataset,
+    collate,
+    read_answers,
+    set_vocabulary,
+    split,
+)
 
 __all__ = ["AnswerDataset", "collate", "read_answers", "set_vocabulary", "split"]

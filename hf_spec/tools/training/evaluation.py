@@ -1,18 +1,108 @@
-"""Evaluates adapters: acceptance by real decoding, and accuracy at every distance."""
+"""What a training reports."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import EvalPrediction
+from tqdm.auto import tqdm
+from transformers import EvalPrediction, TrainerCallback
 
 import hf_spec
+from hf_spec.core.checks import duration
 from hf_spec.core.memory import forget
 from hf_spec.core.stats import SpecStats
-from hf_spec.model.sequences import IGNORED
-from hf_spec.tools.bench.session import pad_left
+from hf_spec.target.sequences import IGNORED
+from hf_spec.tools.bench.runner import pad_left
+
+# -- What a training tells people: a bar, a line per evaluation, what came out ---------------------
+
+#: Positions whose acceptance is shown.
+SHOWN = 4
+
+
+class Report(TrainerCallback):
+    """A progress bar, and a line per evaluation of a training, whose ``done`` is from 0 to 1.
+
+    Attributes:
+        steps: taken so far, without those before the training was resumed.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer: Any = trainer
+        self._bar: tqdm | None = None
+        self.steps, self._speaks = 0, False
+        self._began = self._before = self._best = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._speaks = state.is_world_process_zero
+        self._began, self.steps, self._before = time.monotonic(), 0, self.trainer.done
+        found = [entry["eval_tau"] for entry in state.log_history if "eval_tau" in entry]
+        self._best = max(found, default=0.0)  # of a training that is resumed
+        if self._speaks and not args.disable_tqdm:
+            total = state.max_steps if args.max_minutes is None else None
+            done = state.global_step
+            self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, leave=False)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps += 1
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        metrics: Mapping[str, Any] = kwargs.get("metrics") or {}
+        if not self._speaks or "eval_loss" not in metrics:
+            return
+        parts = []
+        if "eval_tau" in metrics:
+            tau = metrics["eval_tau"]
+            parts.append(f"tau {tau:.2f}{', the best so far' * (tau > self._best)}")
+            self._best = max(tau, self._best)
+        names = [f"eval_acceptance_{i}" for i in range(1, SHOWN + 1)]
+        if shares := " ".join(f"{metrics[name]:.0%}" for name in names if name in metrics):
+            parts.append(f"accepted {shares}")
+        gone, done = time.monotonic() - self._began, self.trainer.done
+        parts += [f"loss {metrics['eval_loss']:.3g}", duration(gone)]
+        if self._before < done < 1:
+            parts[-1] += f", {duration(gone * (1 - done) / (done - self._before))} left"
+        of = f" of {state.max_steps:,}" if args.max_minutes is None else ""
+        self._say(f"step {state.global_step:,}{of}: {'; '.join(parts)}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the bar, if there is one; also where a training ends with an error."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _say(self, text: str) -> None:
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            self._bar.write(text)
+
+
+def outcome(record: Mapping[str, Any]) -> list[str]:
+    """What came out of a training, in words, by its record."""
+    amount, settings, best = record["data"], record["settings"], record["best"]
+    last = f", the last {record['timed_steps']:,}" * (record["timed_steps"] < settings["steps"])
+    lines = [
+        f"trained on {amount['rows']:,} answers, {settings['steps']:,} steps{last} in "
+        f"{duration(record['seconds'])}; {amount['held_out']:,} answers held out"
+    ]
+    if best is not None:
+        lines.append(
+            f"tau {best['eval_tau']:.2f} on held-out prompts, after {best['step']:,} steps: "
+            "tokens per forward pass if every pass drafts"
+        )
+    return lines
+
+
+# -- Evaluates adapters: acceptance by real decoding, and accuracy at every distance ---------------
 
 #: Values of k of the top-k accuracies.
 RANKS = (1, 5, 10)

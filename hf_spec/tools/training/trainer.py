@@ -1,27 +1,184 @@
-"""A Transformers ``Trainer`` whose evaluation also decodes with the adapter."""
+"""The trainer of adapters."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Muon, Optimizer
 from transformers import ProgressCallback, Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_spec.adapters.active import find_active
 from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.layer import CONTAINER
+from hf_spec.adapters.loading import find_active
 from hf_spec.core.stats import SpecStats
-from hf_spec.tools.training.anchors import SimilarLengths
-from hf_spec.tools.training.base_weights import load_checkpoint, save_checkpoint
-from hf_spec.tools.training.evaluation import EvalDecoding, top_k_counts, top_k_metrics
-from hf_spec.tools.training.muon import WithMuon, layer_matrices
-from hf_spec.tools.training.report import Report
-from hf_spec.tools.training.sharded import gathered_state, whole_root
+from hf_spec.modeling_patches.modules import decoder_layers
+from hf_spec.tools.hub.folder import staging
+from hf_spec.tools.training.dataset import SimilarLengths
+from hf_spec.tools.training.evaluation import EvalDecoding, Report, top_k_counts, top_k_metrics
+
+# -- Models whose parameters FSDP2 or DeepSpeed's ZeRO stage 3 splits over all processes -----------
+
+
+def gathered(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
+    """Within the context these parameters are whole; only ZeRO stage 3's are changed."""
+    parts = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if not parts:
+        return nullcontext()
+    from deepspeed.runtime.zero import GatheredParameters
+
+    return GatheredParameters(parts)
+
+
+def gathered_state(model: nn.Module, keep: bool) -> dict[str, Tensor]:
+    """A model's state dict, in which parameters of ZeRO stage 3 are copies, gathered one by one, in
+    processes that keep them; all processes call this."""
+    state = model.state_dict()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if hasattr(parameter, "ds_id"):
+            with gathered([parameter]):
+                if keep:
+                    state[name] = parameter.detach().cpu().clone()
+    return state
+
+
+@contextmanager
+def whole_root(model: Any) -> Iterator[None]:
+    """Within the context the weights outside of decoder layers are whole in every process.
+
+    Drafting reads embeddings, heads and adapters outside of the forwards, which would gather them.
+    Layers are still gathered one after the other. The model, a ``PeftModel``, must have been
+    trained for a step.
+    """
+    if isinstance(model, FSDPModule):
+        # Decoding calls the base inside, so that no forward of this module reshards it.
+        model.unshard()
+        try:
+            yield
+        finally:
+            model.reshard()
+        return
+    layers = set(decoder_layers(model).parameters())
+    root: list[Any] = [parameter for parameter in model.parameters() if parameter not in layers]
+    with gathered(root):
+        # Forwards free what they have used unless it has another user.
+        for parameter in root:
+            parameter.ds_active_sub_modules.add(whole_root)
+        try:
+            yield
+        finally:
+            for parameter in root:
+                parameter.ds_active_sub_modules.discard(whole_root)
+
+
+# -- Saves and loads the weights of a base model that is trained together with its adapter ---------
+#
+# PEFT saves only adapters and assumes that the base model is unchanged.
+
+#: The trained base model: file in a checkpoint, and folder beside an adapter.
+CHECKPOINT, MODEL = "base_model.safetensors", "model"
+
+
+def base_state(model: Any) -> dict[str, Tensor]:
+    """The base model's weights by name, without those of adapters; shared tensors once."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not name.startswith(f"{CONTAINER}.") and id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor.detach()
+    return found
+
+
+def save_checkpoint(model: Any, folder: Path) -> None:
+    """Add the base model's weights to a checkpoint of its adapter."""
+    from safetensors.torch import save_file
+
+    state = {name: tensor.contiguous() for name, tensor in base_state(model).items()}
+    with staging(folder) as temporary:
+        save_file(state, temporary / CHECKPOINT)
+
+
+def load_checkpoint(model: Any, folder: Path) -> None:
+    """Load the weights in a checkpoint into the base model; a ValueError if they are another's."""
+    from safetensors.torch import load_file
+
+    path = folder / CHECKPOINT
+    if not path.is_file():
+        raise ValueError(f"{str(folder)!r} holds no {CHECKPOINT}: it is of another training")
+    state = load_file(path)
+    if state.keys() != base_state(model).keys():
+        raise ValueError(f"{str(path)!r} holds the weights of another model")
+    model.load_state_dict(state, strict=False)  # tied weights are stored once
+
+
+def save_model(model: Any, folder: Path, config: Any, tokenizer: Any = None) -> None:
+    """Save the trained base, to which adapters are attached, and its tokenizer as a model of its
+    own in ``MODEL`` of an adapter folder; the adapter's config gets its name."""
+    with staging(folder / MODEL) as temporary:
+        model.save_pretrained(temporary, state_dict=base_state(model))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+    config.base_model_name_or_path = str(folder / MODEL)
+
+
+# -- Muon for the matrices of layers beside AdamW for the rest, as one optimizer -------------------
+
+#: Learning rate of Muon, as a multiple of the other one.
+RATE = 4.0
+
+
+def layer_matrices(model: nn.Module) -> set[Tensor]:
+    """What is trained of a model's linear maps, but for output embeddings."""
+    maps = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {
+        module.weight
+        for name, module in maps.items()
+        if module.weight.requires_grad and not name.endswith("lm_head")
+    }
+
+
+class WithMuon(Optimizer):
+    """An optimizer some of whose parameters are stepped by `torch.optim.Muon` instead (Jordan et
+    al., 2024), with updates of equal size in matrices of all shapes (Liu et al., "Muon is Scalable
+    for LLM Training", 2025).
+
+    Args:
+        other: the optimizer of all parameters.
+        matrices: those that Muon takes over.
+    """
+
+    def __init__(self, other: Optimizer, matrices: Iterable[Tensor]):
+        chosen, groups = set(matrices), []
+        for group in other.param_groups:
+            own = [one for one in group["params"] if one in chosen]
+            group["params"] = [one for one in group["params"] if one not in chosen]
+            rate, decay = RATE * group["lr"], group["weight_decay"]
+            groups.append({"params": own, "lr": rate, "weight_decay": decay})
+        self.parts = (other, Muon(groups, adjust_lr_fn="match_rms_adamw"))
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        groups = iter(self.param_groups)
+        for part in self.parts:  # whose groups and state a loaded state replaces
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
+            part.step()
+        return loss
+
+
+# -- A Transformers ``Trainer`` whose evaluation also decodes with the adapter ---------------------
 
 #: Steps of a schedule that follows the time.
 FINE = 10_000

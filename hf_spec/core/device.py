@@ -1,0 +1,33 @@
+"""Sizes and transfers of what a step hands to the device."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# -- Transfer of small tensors to a device ---------------------------------------------------------
+
+
+def to_device(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
+    """``torch.as_tensor(values, dtype, device)`` without making the host wait, unless it gets what
+    a device has.
+
+    A plain copy would wait for all work queued on the device.
+    """
+    # The memory is not pinned, so the host copies it before this returns.
+    own = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu", dtype=dtype)
+    # What comes from a device would not be there yet.
+    return own.to(device, dtype, non_blocking=own.device.type == "cpu")
+
+
+def is_async(device: torch.device) -> bool:
+    """Whether a host that reads a tensor of this device waits for the work queued there."""
+    return device.type != "cpu"
+
+
+# -- Recurring sizes: code is compiled for each shape ----------------------------------------------
+
+
+def bucket(count: int) -> int:
+    """The smallest power of two that is at least ``count``; 0 for 0."""
+    return 1 << (count - 1).bit_length() if count else 0

@@ -1,0 +1,300 @@
+"""Grows trees by the probabilities of predictions, calibrated by what is accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_spec.core.device import to_device
+from hf_spec.core.memory import locked
+from hf_spec.core.tree import HostTree, Tree
+
+# -- Growing the likeliest draft tree, level by level, from what a drafter expands nodes with ------
+#
+# Paths are ordered by the probabilities of their own tokens, as in EAGLE-2 (Li et al., 2024,
+# section 4.1).
+
+#: Distance between log-probabilities of children that are as likely as can be.
+EPSILON = 1e-6
+
+
+class Frontier(NamedTuple):
+    """The nodes of a level that is expanded.
+
+    Attributes:
+        depth: their depth, 0 for the root.
+        tokens: ``(batch, nodes)`` int64
+        log_probs: ``(batch, nodes)`` float32, of the paths down to them, likeliest first.
+        choices: ``(batch, nodes)`` index of each token among the :class:`Children` it was chosen
+            from; 0 for the root.
+        parents: ``(batch, nodes)`` index of each token's parent in the frontier before; 0 for the
+            root.
+    """
+
+    depth: int
+    tokens: Tensor
+    log_probs: Tensor
+    choices: Tensor
+    parents: Tensor
+
+
+class Children(NamedTuple):
+    """The likeliest tokens after each node of a frontier.
+
+    Attributes:
+        tokens: ``(batch, nodes, width)`` int64, likeliest first, or ``(batch, 1, width)`` for all
+            nodes.
+        log_probs: ``(batch, nodes, width)`` float32, or ``(batch, 1, width)`` for all nodes.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+
+
+class Expands(Protocol):
+    """What knows how a tree goes on."""
+
+    def expand(self, frontier: Frontier) -> Children | None:
+        """The children of a frontier's nodes; None if the tree can be no deeper."""
+
+
+def grow(
+    source: Expands, root: Tensor, count: int, depth: int,
+    trust: Sequence[float] | Tensor | None = None, expanded: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The ``count`` likeliest paths of every row as a tree, likeliest first.
+
+    Exact if all nodes are expanded: a path is never likelier than its parent, so the likeliest n
+    form a tree, and no level has more than n of them. Runs on the device, for all rows at once.
+
+    Args:
+        source: expands nodes; no narrower than ``count``, unless by the whole vocabulary.
+        root: ``(batch,)`` tokens.
+        count: number of draft tokens, from 1.
+        depth: depth of the deepest draft token; 0 for the roots alone.
+        trust: per depth, a term added to the log-probabilities.
+        expanded: number of nodes of each level that are expanded, its likeliest; None for all.
+
+    Returns:
+        :meth:`Tree.packed`, which :meth:`Tree.unpacked` reads.
+    """
+    if trust is not None and not isinstance(trust, Tensor):
+        trust = to_device(trust[:depth], root.device) if any(trust[:depth]) else None
+    tokens, batch = root[:, None], len(root)
+    choices = above = torch.zeros_like(tokens)
+    levels = [(torch.zeros_like(tokens, dtype=torch.float32), choices - 1, tokens)]
+    first = 0  # node of the frontier's first token
+    for level in range(depth):
+        path, tokens = levels[-1][0][:, :expanded], levels[-1][2][:, :expanded]
+        where = choices[:, :expanded], above[:, :expanded]
+        children = source.expand(Frontier(level, tokens, path, *where))
+        if children is None:
+            break
+        given, width = children.log_probs, children.log_probs.shape[-1]
+        if trust is not None:
+            given = given + trust[level].to(given)
+        # Above 0, a child would stand before its parent; those that would keep their order.
+        given = torch.minimum(given, _order(width, str(given.device)) * -EPSILON)
+        # A likely path's ancestors are at least as likely, so fewer remain at each depth.
+        kept = min(count - level, path.shape[1] * width)
+        if kept < 1:
+            break
+        path, at = (path.to(given)[:, :, None] + given).flatten(1).topk(kept, dim=1)
+        above, choices = at // width, at % width
+        place = choices if children.tokens.shape[1] == 1 else at
+        levels.append((path, above + first, children.tokens.flatten(1).gather(1, place)))
+        first += levels[-2][0].shape[1]
+    device = levels[-1][0].device
+    path, parents, tokens = (
+        torch.cat([part.to(device) for part in column], 1) for column in zip(*levels)
+    )
+    # Ties: the node of smaller depth first.
+    best, order = path.sort(dim=1, descending=True, stable=True)
+    number = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=device).expand(batch, -1)
+    )
+    order, best = order[:, : count + 1], best[:, : count + 1]
+    above = number.gather(1, parents.gather(1, order).clamp(min=0))
+    depths = _depths(tuple(part[0].shape[1] for part in levels), str(device))[order]
+    return Tree.packed(above, depths, tokens.gather(1, order), best).to(root.device)
+
+
+def extended(block: Tree | None, frontier: Frontier) -> tuple[Tree, int]:
+    """The drafted nodes, without the root, as a block for forwards level by level.
+
+    Args:
+        block: those of earlier levels; None if there are none.
+        frontier: a level, not the root's.
+
+    Returns:
+        The block with those of the frontier, and the index of the first of these.
+    """
+    tokens, parents = frontier.tokens, frontier.parents
+    batch, count = tokens.shape
+    seen = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
+    depths, above, first = torch.full_like(tokens, frontier.depth - 1), parents - 1, 0
+    if block is not None:
+        first = block.num_nodes
+        last = block.depths[0].eq(frontier.depth - 2).sum()  # nodes of the level before
+        above = first - last + parents
+        up = block.ancestors.gather(1, above[:, :, None].expand(-1, -1, first))
+        unseen = seen.new_zeros(batch, first, count)
+        seen = torch.cat([torch.cat([block.ancestors, unseen], 2), torch.cat([up, seen], 2)], 1)
+        depths = torch.cat([block.depths, depths], 1)
+        tokens = torch.cat([block.tokens, tokens], 1)
+        above = torch.cat([block.parents, above], 1)
+    sizes = (tokens.shape[1] - 1,) * batch
+    tree = Tree(tokens, above, depths, torch.ones_like(tokens, dtype=torch.bool), sizes, sizes)
+    return tree.with_ancestors(seen), first
+
+
+@lru_cache(maxsize=256)
+def _order(width: int, device: str) -> Tensor:
+    """The place of each child among its siblings: integers, which compiled code may keep."""
+    return torch.arange(width, device=device)
+
+
+@lru_cache(maxsize=256)
+def _depths(sizes: tuple[int, ...], device: str) -> Tensor:
+    """Depth of each node, with nodes ordered by level."""
+    depths = [depth for depth, size in enumerate(sizes) for _ in range(size)]
+    return to_device(depths, device)
+
+
+# -- Calibration of predicted probabilities, learned while decoding, and when it says to stop ------
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Weight of a new prediction, and number of correct predictions that the prior stands for.
+ALPHA, GUESSED = 1 / 256, 8.0
+#: Bounds of the factors; far outside, predictions carry no information.
+LEAST, MOST = 0.02, 4.0
+#: Steps without drafting until one drafts although that does not seem to pay, as the text changes.
+AGAIN = 64
+
+
+@dataclass
+class Calibration:
+    """Per distance, how often predictions were right, and how often they were expected to be.
+
+    A prediction counts if all tokens before it were right. The expectation is the probability that
+    one of the draft tokens there follows. The prior stands for some correct predictions.
+
+    Args:
+        depth: number of distances.
+    """
+
+    depth: int
+    expected: Array = field(init=False)
+    hits: Array = field(init=False)
+    trials: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.expected, self.hits, self.trials = (np.full(self.depth, GUESSED) for _ in range(3))
+
+    def observe(self, distance: int, expected: float, hit: bool) -> None:
+        """Learn from a prediction at a distance, from 1."""
+        news = (self.expected, expected), (self.hits, float(hit)), (self.trials, 1.0)
+        for sums, value in news:
+            sums[distance - 1] += value - ALPHA * sums[distance - 1]
+
+    def rate(self, distance: int) -> float:
+        """How often one of the draft tokens at a distance was right."""
+        return float(self.hits[distance - 1] / self.trials[distance - 1])
+
+    @property
+    def log_factors(self) -> list[float]:
+        """Per distance, the term added to the log-probabilities."""
+        factors = (self.hits / np.maximum(self.expected, 1e-9)).clip(LEAST, MOST)
+        found: list[float] = np.log(factors).tolist()
+        return found
+
+    @locked
+    def learn(
+        self, trees: HostTree, trust: Sequence[float], emitted: Sequence[Sequence[int]]
+    ) -> None:
+        """Learn from the tokens that each sequence emitted after its tree was proposed.
+
+        Args:
+            trees: the proposed trees.
+            trust: log-factors that their probabilities contain, per distance.
+            emitted: the tokens that followed in each row; the first is that of distance 1.
+        """
+        columns = trees.parents.tolist(), trees.tokens.tolist(), trees.probs.tolist()
+        for parents, tokens, chances, following in zip(*columns, emitted):
+            self.walk(parents, tokens, chances, trust, following)
+
+    def walk(
+        self, parents: Sequence[int], tokens: Sequence[int], chances: Sequence[float],
+        trust: Sequence[float], emitted: Sequence[int],
+    ) -> None:  # fmt: skip
+        """:meth:`learn` of one row, given its nodes; ``chances`` are of whole paths."""
+        node = 0
+        for distance, token in enumerate(emitted, 1):
+            below = [n for n in range(1, len(parents)) if parents[n] == node and chances[n] > 0]
+            if not below or chances[node] <= 0:
+                return
+            share = sum(chances[n] for n in below) / chances[node] / math.exp(trust[distance - 1])
+            hit = [n for n in below if tokens[n] == token]
+            self.observe(distance, min(share, 1.0), bool(hit))
+            if not hit:
+                return
+            node = hit[0]
+
+
+class DraftExit:
+    """Decides when a drafter that runs a forward for each level of a tree stops: by what the next
+    level brings and costs. One object serves all calls on a model, in all threads.
+
+    Args:
+        depth: depth of the deepest draft token.
+    """
+
+    def __init__(self, depth: int):
+        self.calibration = Calibration(depth)
+        self._idle = 0
+
+    @locked
+    def due(self) -> bool:
+        """Whether this step should draft although it does not seem to pay, which is rare."""
+        self._idle = (self._idle + 1) % AGAIN
+        return not self._idle
+
+    def is_worth(
+        self, distance: int, paths: Sequence[float], cost: float, present: Sequence[float] = ()
+    ) -> bool:
+        """Whether to draft the tokens at a distance.
+
+        Args:
+            distance: the distance, from 1.
+            paths: probability of each sequence that all tokens before are accepted; 0 if it is
+                finished.
+            cost: tokens that the forward must bring.
+            present: probability of each sequence that a draft token at this distance is already in
+                the tree and accepted.
+        """
+        rate = self.calibration.rate(distance)
+        present = present or [0.0] * len(paths)
+        return sum(max(path * rate - prob, 0.0) for path, prob in zip(paths, present)) > cost
+
+    def levels(self, most: int, rows: int, cost: float) -> int:
+        """How many levels to draft, by how often draft tokens at each distance were right.
+
+        Args:
+            most: levels that there may be.
+            rows: sequences that are not finished.
+            cost: tokens that the forward of a level must bring.
+        """
+        path = 1.0
+        for distance in range(1, most + 1):
+            if not self.is_worth(distance, [path] * rows, cost):
+                return distance - 1
+            path *= self.calibration.rate(distance)
+        return most

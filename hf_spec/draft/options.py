@@ -1,0 +1,134 @@
+"""Options of all strategies: what is asked for. Drafters declare what they offer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hf_spec.core.checks import (
+    AUTO,
+    MAX_DRAFT_TOKENS,
+    MAX_HISTORY,
+    SHARE,
+    check_fields,
+    choice,
+    count,
+    count_or_auto,
+    setting,
+)
+from hf_spec.draft.rollouts import RolloutHistory
+
+#: Acceptance rules and whether they keep the target distribution.
+ACCEPTANCE_RULES = {"match": True, "rejection": True, "typical": False}
+#: Value of the option ``tree``: trees grown from a step's own probabilities.
+ADAPTIVE = "adaptive"
+#: Value of the option ``tree``: the likeliest tokens only, if the method has this tree.
+CHAIN = "chain"
+#: Number of draft tokens of an adaptive tree if it must not depend on time.
+DEFAULT_DRAFT_TOKENS = 8
+#: The rule of ``num_draft_tokens``.
+DRAFT_SIZE = count_or_auto(MAX_DRAFT_TOKENS, "as many as pay")
+#: Options of trees of predictions.
+TREE_OPTIONS = ("tree", "num_draft_tokens", "max_depth")
+
+
+def _place(name: str, value: Any) -> None:
+    if not (isinstance(value, str) and value):
+        raise ValueError(f"{name}={value!r}: give an adapter's folder or repository as a string.")
+
+
+def _history(name: str, value: Any) -> None:
+    if not isinstance(value, RolloutHistory):
+        raise ValueError(
+            f"{name}={value!r}: give a hf_spec.RolloutHistory(), which no file of a config holds."
+        )
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Options of all strategies; a method's own options derive from this class.
+
+    Attributes:
+        tree: ``adaptive``: the likeliest paths by the step's own probabilities. Or a name of the
+            method's, or a list of rank paths, as ``TokenTree.from_paths`` takes it, with all
+            probes under each node.
+        num_draft_tokens: of an adaptive tree. ``auto``: as many as are worth their time in each
+            step, by its own probabilities and the time that steps take, 8 with
+            ``drafting="always"``; a number takes exactly so many, with probes under all nodes.
+            In ``prompt_lookup`` and ``layer_skip`` it is the most that a step drafts.
+        max_depth: future tokens drafted, besides the certain one; None takes as many as the adapter
+            predicts.
+        lookup: whether to merge the draft tokens of ``prompt_lookup`` into the strategy's tree.
+            ``auto``: where the policy chooses draft tokens by probability.
+        lookup_history: lookups also search so many tokens at least of the answers that earlier
+            calls of this process gave with the model; 0: none.
+        drafting: ``auto``: only as much as is worth its time, and plain steps while nothing is,
+            unless the output depends on which steps draft (sampled draft tokens, ``typical``).
+            ``always``: every step drafts, and nothing depends on time.
+        acceptance: ``match`` (exact: accepts a draft token if it is the target's own token, greedy
+            or sampled), ``rejection`` (exact, also for sampled draft tokens) or ``typical``
+            (lossy).
+        typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
+        adapter: folder or repository of the adapter that drafts, in place of one attached by
+            ``load_adapter``: PEFT, training and saving do not see it. It is read again when the
+            files of its folder have changed; a model keeps the 4 that were named last.
+        history: a ``RolloutHistory``: first the earlier answers to the same prompts draft.
+        former_names: (of the class) today's names of options by their former ones, which saved
+            configurations may have.
+    """
+
+    former_names: ClassVar[Mapping[str, str]] = {}
+
+    tree: str | Sequence[Sequence[int]] = ADAPTIVE
+    num_draft_tokens: int | str = setting(AUTO, rule=DRAFT_SIZE, only={"tree": (ADAPTIVE,)})
+    max_depth: int | None = setting(None, rule=count())
+    lookup: bool | str = setting(AUTO, rule=choice(AUTO, True, False))
+    lookup_history: int = setting(0, rule=count(0, MAX_HISTORY), only={"lookup": (AUTO, True)})
+    drafting: str = setting(AUTO, rule=choice(AUTO, "always"))
+    acceptance: str = setting("match", rule=choice(*ACCEPTANCE_RULES))
+    typical_epsilon: float = setting(0.09, rule=SHARE, only={"acceptance": ("typical",)})
+    typical_delta: float = setting(0.3, rule=SHARE, only={"acceptance": ("typical",)})
+    adapter: str | None = setting(None, rule=_place)
+    history: RolloutHistory | None = setting(None, rule=_history, only={"acceptance": ("match",)})
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def refuse(options: DraftOptions, names: Sequence[str], why: str) -> None:
+    """Raise a ValueError, which says why, if one of these options is not left at its default."""
+    for name in names:
+        if (value := getattr(options, name)) != getattr(type(options), name):
+            raise ValueError(f"{name}={value!r} {why}")
+
+
+def changed(options: DraftOptions) -> dict[str, Any]:
+    """The options that are not left at their defaults, as JSON types."""
+    found = {}
+    for one in dataclasses.fields(options):
+        value, make = getattr(options, one.name), one.default_factory
+        if value != (one.default if make is dataclasses.MISSING else make()):
+            found[one.name] = value
+    plain: dict[str, Any] = json.loads(json.dumps(found, default=repr))  # tuples become lists
+    return plain
+
+
+def key_of(options: DraftOptions) -> str:
+    """What is kept between calls is kept by: the same for options that ask for the same."""
+    return json.dumps(changed(options), sort_keys=True)
+
+
+def fixed_size(num_draft_tokens: Any, timed: bool) -> int | None:
+    """Draft tokens of an adaptive tree in every step, by that option; None if the policy chooses
+    them, which it does not where nothing may depend on time."""
+    if num_draft_tokens != AUTO:
+        return int(num_draft_tokens)
+    return None if timed else DEFAULT_DRAFT_TOKENS
+
+
+def samples_drafts(options: DraftOptions, do_sample: bool) -> bool:
+    """Whether draft tokens are sampled in a call that samples, or does not."""
+    return do_sample and options.acceptance == "rejection"

@@ -1,0 +1,630 @@
+"""How much to draft: times of steps, a budget, and the choice of each step."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hf_spec.core.device import bucket
+from hf_spec.core.memory import locked
+from hf_spec.core.stats import SpecStats
+from hf_spec.core.tree import Tree
+from hf_spec.draft.drafter import Drafter
+from hf_spec.draft.grow import Array
+
+# --------------------------------------------------------------------------------------------------
+# What drafting may cost, and when something that did not pay is tried again. Knows only numbers.
+#
+# Predictions may be wrong, so the budget compares results with plain decoding. Its unit is one
+# plain step: a drafting step gains its emitted tokens per row and costs its time. Until drafting
+# has shown its value, it may have lost at most
+#
+#     (1 + 2 / rows) (1 + ln(1 + n / 16))
+#
+# plain steps in n tokens: with one batch row 3 at first and 10 of 128, with eight rows 1.25 and 4.
+# The mean of more rows varies less, so that less tells whether drafting pays. Regret of this order
+# in n is the least with which the better of two choices can be found (Lai and Robbins,
+# "Asymptotically efficient adaptive allocation rules", 1985).
+
+#: Plain steps that may be lost at first, with many batch rows and in addition with one, and tokens
+#: until that begins to grow slowly.
+MANY, ONE, SCALE = 1.0, 2.0, 16
+#: Tokens after which losses are forgotten, as the text changes: they fade exponentially.
+HORIZON = 1024
+#: Largest profit that counts. It carries drafting through bad stretches; more would delay the
+#: reaction when acceptance drops within an output.
+CREDIT = 4.0
+#: What must be left for drafting to resume within a call: a few steps show whether it pays.
+RESUME = 1.0
+#: Steps until a choice that does not seem to pay is tried again: at first, and at most.
+FIRST_PAUSE, LAST_PAUSE = 16, 256
+
+
+@dataclass
+class Budget:
+    """The budget of a strategy on a model.
+
+    Attributes:
+        lost: plain steps lost against plain decoding; negative for a profit.
+        tokens: emitted tokens per row since drafting was last in profit.
+        rows: batch rows of the latest step that drafted.
+        paused: whether the strategy drafts nothing until enough of the budget is left.
+    """
+
+    lost: float = 0.0
+    tokens: float = 0.0
+    rows: int = 1
+    paused: bool = False
+
+    @property
+    def left(self) -> float:
+        """Plain steps that drafting may still lose."""
+        start = MANY + ONE / self.rows
+        return start * (1 + math.log1p(self.tokens / SCALE)) - self.lost
+
+    def begin(self) -> None:
+        """Called at the start of a call, whose text may differ."""
+        self.paused = self.left < 0
+
+    def charge(self, tokens: float, cost: float, rows: int) -> None:
+        """Record a step that drafted: its tokens per row, its cost in plain steps, and its rows."""
+        self.rows = rows
+        self.lost = max(self.lost + cost - tokens, -CREDIT)
+        self.tokens = 0.0 if self.lost <= 0 else min(self.tokens + tokens, HORIZON)
+        self.paused = self.left < 0
+
+    def wait(self) -> None:
+        """Record a step of a pause, as if it emitted one token per row."""
+        if self.paused:
+            self.tokens = min(self.tokens + 1, HORIZON)
+            self.lost *= math.exp(-1 / HORIZON)
+            self.paused = self.left < RESUME
+
+
+@dataclass
+class Retry:
+    """Tells when to try again what did not seem to pay: after 16 steps, then after twice as many
+    each time, at most 256."""
+
+    steps: int = 0  # since it was last tried
+    wait: int = FIRST_PAUSE
+
+    def due(self) -> bool:
+        """Count a step without it; return whether it is tried in this one."""
+        self.steps += 1
+        if self.steps < self.wait:
+            return False
+        self.steps, self.wait = 0, min(2 * self.wait, LAST_PAUSE)
+        return True
+
+
+# --------------------------------------------------------------------------------------------------
+# Step times, learned while decoding: a mean for each size, that is, number of step tokens per
+# row.
+#
+# ProPD (section 4.2.1) fits a line to these means. Kernels process tokens in blocks, so that some
+# are free and others expensive: sizes that are known are taken as they are, others lie between
+# them.
+
+#: Least weight of a new step in the mean of its size.
+TIME_ALPHA = 1 / 16
+#: Weight of the newest step in the machine's pace. Other work slows down all sizes alike, for ten
+#: or more steps: most of the variation of step times.
+PACE_ALPHA = 0.3
+#: The first step of a size is a warm-up and is ignored. The median of the next ones is used until
+#: there are this many; then they are averaged.
+FIRST = 5
+#: Steps are clipped to this multiple of the mean: a stall says nothing about a size's cost.
+CLIP = 2.0
+#: What a mean of n steps may be too large by is this share, divided by n: sizes of few steps
+#: get the benefit of the doubt, or one bad sample would rule them out for good.
+DOUBT = 0.2
+#: Least duration; clocks may be coarse.
+TICK = 1e-9
+
+
+@dataclass
+class MeanTime:
+    """The mean duration of something, of logarithms, as the pace is one: else noise would move the
+    two apart while only one size is taken.
+
+    Attributes:
+        mean: in seconds; None while unknown.
+        first: the first durations that counted; None before the very first one.
+        count: durations that the mean stands for; 0 if it is a guess.
+    """
+
+    mean: float | None = None
+    first: list[float] | None = None
+    count: int = 0
+
+    def add(self, seconds: float) -> None:
+        if self.first is None:
+            self.first = []
+            return
+        self.count += 1
+        if len(self.first) < FIRST:
+            self.first.append(seconds)
+            self.mean = statistics.median_low(self.first)
+        elif self.mean is not None:
+            self.mean *= ratio(seconds, self.mean) ** max(TIME_ALPHA, 1 / self.count)
+
+
+@dataclass
+class StepTimes:
+    """Mean times of steps by their size, from the start of the forward.
+
+    Drafting is timed separately: it hardly depends on the size, and plain steps have none. All
+    times are normalized to the same pace, so that sizes seen at different moments are comparable.
+
+    Attributes:
+        pace: the machine's current pace: actual seconds per normalized second.
+        sizes: by step tokens per batch row.
+        drafting: before the forward of a step that drafts.
+        drafted: one of the drafting forwards, if drafting runs the model.
+    """
+
+    pace: float = 1.0
+    sizes: dict[int, MeanTime] = field(default_factory=dict)
+    drafting: MeanTime = field(default_factory=MeanTime)
+    drafted: MeanTime = field(default_factory=MeanTime)
+
+    def observe(
+        self, size: int, seconds: float, drafting: float | None = None, forwards: int = 0
+    ) -> None:
+        """Learn from a finished step.
+
+        Args:
+            seconds: duration from the start of the forward.
+            drafting: seconds before that; None if it did not draft, or not in the typical way.
+            forwards: forwards of the model while drafting.
+        """
+        seconds = max(seconds, TICK)
+        if drafting is not None:
+            drafting = max(drafting, TICK) / self.pace
+            self.drafting.add(drafting)
+            if forwards:
+                self.drafted.add(drafting / forwards)
+        one, estimate = self.sizes.setdefault(size, MeanTime()), self.seconds(size)
+        known = one.mean if one.count else None
+        # A stall of a new size is clipped, too.
+        one.add((seconds if estimate is None else min(seconds, CLIP * estimate)) / self.pace)
+        if known:
+            self.pace *= ratio(seconds, self.pace * known) ** PACE_ALPHA
+
+    def mean(self, size: int) -> float | None:
+        """The mean time of a size at the current pace; None while unknown."""
+        one = self.sizes.get(size)
+        return None if one is None or one.mean is None else self.pace * one.mean
+
+    @property
+    def means(self) -> dict[int, float]:
+        """All known mean times at the current pace, by size."""
+        found = {size: self.mean(size) for size in sorted(self.sizes)}
+        return {size: mean for size, mean in found.items() if mean is not None}
+
+    def curve(self, sizes: Sequence[float]) -> Any:
+        """``(sizes,)`` seconds of these sizes, known or not; None while fewer than two are known.
+
+        No size takes longer than a larger one; those between two known sizes, and beyond, lie on
+        lines. Means of few steps are :data:`doubted <DOUBT>`.
+        """
+        means = self.means
+        if len(means) < 2:
+            return None
+        known, rising = np.array([*means]), np.array([*means.values()])
+        rising *= [1 - DOUBT / count if (count := self.sizes[size].count) else 1 for size in means]
+        rising = np.minimum.accumulate(rising[::-1])[::-1]
+        wanted = np.asarray(sizes, float)
+        return np.interp(wanted, known, rising) + self.slope * np.maximum(wanted - known[-1], 0)
+
+    def seconds(self, size: int) -> float | None:
+        """The time of a size, known or not; None while fewer than two are known."""
+        found = self.curve([size])
+        return self.mean(size) if found is None else float(found[0])
+
+    @property
+    def slope(self) -> float:
+        """Seconds of one more step token, by the two largest sizes that are known."""
+        (small, first), (large, last) = list(self.means.items())[-2:]
+        return max(last - first, 0.0) / (large - small)
+
+    @property
+    def drafting_seconds(self) -> float | None:
+        """Seconds of drafting; None while unknown."""
+        return None if self.drafting.mean is None else self.pace * self.drafting.mean
+
+    @property
+    def drafted_seconds(self) -> float | None:
+        """Seconds of one drafting forward; None while unknown."""
+        return None if self.drafted.mean is None else self.pace * self.drafted.mean
+
+    def plain_seconds(self) -> float | None:
+        """Seconds of a plain step; None while unknown."""
+        return self.mean(1) or self.seconds(1)
+
+    def elsewhere(self, rows: float) -> StepTimes:
+        """Guesses for batches of ``rows`` times as many rows, until steps are observed there."""
+        means = self.means
+        times = self.curve([size * rows for size in means])
+        guesses = {} if times is None else dict(zip(means, times.tolist()))
+        drafting, drafted = MeanTime(self.drafting_seconds), MeanTime(self.drafted_seconds)
+        return replace(StepTimes.guessed(guesses), drafting=drafting, drafted=drafted)
+
+    @classmethod
+    def guessed(cls, seconds: dict[int, float]) -> StepTimes:
+        """Known times by size, used until steps of these sizes are observed."""
+        return cls(sizes={size: MeanTime(spent) for size, spent in seconds.items()})
+
+
+def ratio(seconds: float, expected: float) -> float:
+    """Measured over expected seconds, within :data:`CLIP`."""
+    return min(max(seconds / expected, 1 / CLIP), CLIP)
+
+
+# --------------------------------------------------------------------------------------------------
+# What the policy has learned about a strategy on a model: step times and gains, per setting.
+
+#: Steps of each of the two sizes that a setting starts with: the first one of a size is a warm-up.
+WARM_UP = 2
+#: Weight of one step in averages.
+ALPHA = 1 / 32
+
+
+@dataclass
+class Average:
+    """A ratio of sums in which newer steps count more."""
+
+    above: float = 0.0
+    below: float = 0.0
+
+    def add(self, above: float, below: float) -> None:
+        self.above += above - ALPHA * self.above
+        self.below += below - ALPHA * self.below
+
+    @property
+    def value(self) -> float | None:
+        return self.above / self.below if self.below > 0 else None
+
+
+@dataclass
+class Setting:
+    """What is known of steps of one batch size, context length and device.
+
+    Attributes:
+        times: step times; those of pruned steps by step tokens before pruning.
+        rate: tokens of all rows per second.
+        sizes_to_time: draft tokens that the next steps must have.
+        retries: when to try again what did not pay: ``plain`` steps, ``probes`` in steps without
+            predictions.
+    """
+
+    times: StepTimes = field(default_factory=StepTimes)
+    rate: Average = field(default_factory=Average)
+    sizes_to_time: deque[int] = field(default_factory=deque)
+    retries: defaultdict[str, Retry] = field(default_factory=lambda: defaultdict(Retry))
+
+    def times_plain(self) -> bool:
+        """Whether the next step is plain for its time, without which nothing can be judged."""
+        return self.times.mean(1) is None or self.retries["plain"].due()
+
+
+@dataclass
+class Learned:
+    """What was learned about a strategy, with its options and adapter, on a model.
+
+    Attributes:
+        settings: by batch size, context length and device.
+        prediction_value: tokens that it is worth to have predictions in the next step.
+    """
+
+    budget: Budget = field(default_factory=Budget)
+    settings: dict[tuple[int, int, str], Setting] = field(default_factory=dict)
+    prediction_value: float = 1.0
+
+    @locked
+    def setting(self, key: tuple[int, int, str]) -> Setting:
+        """The setting of a key; a new one starts from the nearest one."""
+        if key not in self.settings:
+            new = Setting()
+            near = [one for one in self.settings if one[2] == key[2]]
+            if near:
+                best = min(near, key=lambda one: (abs(one[0] - key[0]), abs(one[1] - key[1])))
+                new = Setting(self.settings[best].times.elsewhere(key[0] / best[0]))
+            if len(new.times.means) < 2:
+                # Larger batches have fewer, as a step of many tokens may cost several plain ones.
+                new.sizes_to_time.extend([7, 3] * WARM_UP if key[0] == 1 else [3, 1] * WARM_UP)
+            self.settings[key] = new
+        return self.settings[key]
+
+
+# -- What a policy may choose in a step, and where probes are worth most. Knows only numbers -------
+
+#: Numbers of draft tokens that a step may have. There are few, so that steps repeat: with the root,
+#: they are powers of two, to which compiled steps are padded anyway.
+SIZES = (0, 1, 3, 7, 15, 31, 63)
+#: Most step tokens per batch row of a step with probes.
+WIDEST = 64
+
+
+class Plan(NamedTuple):
+    """The plan of a step.
+
+    Attributes:
+        drafted: number of the tree's likeliest draft tokens to take.
+        probed: number of nodes with probes.
+    """
+
+    drafted: int = 0
+    probed: int = 0
+
+
+def width(tokens: int, probes: int) -> int:
+    """The size of a step by which its time is known: nodes with tokens and probes, per row."""
+    return bucket(tokens) + bucket(probes)
+
+
+def plans(most: int, group: int) -> list[tuple[int, int]]:
+    """Draft tokens, and nodes with probes, of the steps to choose from.
+
+    Args:
+        most: draft tokens that there are; the largest size takes them all.
+        group: probes under a node that has them.
+    """
+    found = []
+    for size in (*(size for size in SIZES[:-1] if size < most), min(most, SIZES[-1])):
+        counts = {0}
+        if group and not size:
+            counts = {0, 1}
+        elif group:  # under some of the nodes, or all; of those that are padded alike, the most
+            some = [*(n for n in (1, 2, 4, 8, 16, 32) if n <= size), size + 1]
+            alike = {bucket(n * group): n for n in some if width(1 + size, n * group) <= WIDEST}
+            counts = set(alike.values()) or counts
+        found += [(size, n) for n in sorted(counts)]
+    return found
+
+
+def step_shapes(group: int, lookup: bool) -> list[tuple[int, int]]:
+    """Nodes, and nodes with probes, of all steps that may be chosen where shapes recur.
+
+    Args:
+        group: probes under a node that has them.
+        lookup: whether lookups may be drafted alone, without probes.
+    """
+    found = []
+    for size in SIZES:
+        counts = {n for drafted, n in plans(size, group) if drafted == size}
+        found += [(1 + size, n) for n in sorted(counts | {0} if lookup else counts)]
+    return found
+
+
+def best_ends(probs: Array, parents: Array, count: int) -> Array:
+    """``(batch, nodes)`` bool, the up to ``count`` nodes per row where a step is likeliest to end.
+
+    Args:
+        probs: ``(batch, nodes)`` probability of each path; 0 for padding, which is left out.
+        parents: ``(batch, nodes)``
+    """
+    valid = probs > 0
+    ended = np.where(valid, ends(probs, parents), -1.0)
+    order = np.argsort(-ended, axis=1, kind="stable")[:, :count]
+    chosen = np.zeros_like(valid)
+    np.put_along_axis(chosen, order, True, axis=1)
+    return chosen & valid
+
+
+def ends(probs: Array, parents: Array) -> Array:
+    """``(batch, nodes)`` the probability that a step's accepted path ends at each node."""
+    ended, nodes = probs.copy(), probs.shape[1]
+    rows = np.arange(len(probs))[:, None]
+    np.subtract.at(ended, (rows, parents[:, 1:nodes]), probs[:, 1:])
+    return ended
+
+
+# -- Decides how much to draft in each step: draft tokens, probes, or a plain step -----------------
+#
+# The value of a step is its expected number of tokens, 1 plus the sum of the draft tokens'
+# probabilities, minus what its time would otherwise yield: rho T, where rho is the recent number of
+# tokens per second (a semi-Markov decision process of average reward; Howard, "Dynamic Programming
+# and Markov Processes", 1960, chapter 7). The policy takes the step of the largest value; a plain
+# step is one of the choices.
+#
+# If predictions come from probes, a step that ends at a node without probes leaves the next step
+# without predictions. Predictions are worth h tokens: the difference between the values of a step
+# with and without them, learned while decoding. A probe group under a node is thus worth h times
+# the probability that the step ends there. This is PPD's dynamic sparse tree (section 5.4), decided
+# in every step.
+#
+# Whatever is expected, drafting stays within a budget (:mod:`hf_spec.draft.policy`).
+#
+# This module knows probabilities, step tokens and seconds, but no models. docs/inside/policy.md has
+# the measurements.
+
+
+class StepPolicy:
+    """Decides for one call, with what earlier calls of the model have learned.
+
+    Args:
+        stats: the call's statistics; counts the plain steps that it chooses.
+        learned: what was learned about the strategy on the model; updated.
+        setting: see :attr:`Learned.settings`.
+        enabled: if False, every step drafts.
+    """
+
+    def __init__(
+        self, stats: SpecStats, learned: Learned, setting: tuple[int, int, str],
+        enabled: bool = True,
+    ):  # fmt: skip
+        self.stats, self.learned, self.enabled = stats, learned, enabled
+        self._key, self.setting = setting, learned.setting(setting)
+        self._drafts = False  # whether this step's trees were chosen
+        self._before = 0.0, 0  # seconds of drafting, and forwards
+        self._steps: Counter[tuple[int, int]] = Counter()
+        if enabled:
+            self.begin()
+
+    @locked
+    def begin(self) -> None:
+        """Called when another text begins."""
+        self.learned.budget.begin()
+
+    def move(self, rows: int) -> None:
+        """Go on with a smaller batch."""
+        self._key = rows, *self._key[1:]
+        self.setting = self.learned.setting(self._key)
+
+    # -- before a step -----------------------------------------------------------------------
+
+    @locked
+    def drafts(self, lookup: bool = False) -> bool:
+        """Whether the step that begins now drafts: lookups alone (``lookup``: if there are any)
+        while the strategy is :attr:`paused`."""
+        self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
+        plain = self.enabled and self.setting.times_plain() or self.paused and not lookup
+        self.stats.num_plain_steps += plain
+        self._drafts = False
+        return not plain
+
+    @property
+    def paused(self) -> bool:
+        """Whether the strategy's own draft tokens and probes have not paid of late."""
+        return self.enabled and self.learned.budget.paused
+
+    @locked
+    def draft_cost(self) -> float | None:
+        """Tokens that one more drafting forward must bring to pay: what its time, and that of
+        another draft token in the step, would otherwise yield. None while unknown, or if nothing
+        may depend on time."""
+        times, rate = self.setting.times, self.setting.rate.value
+        seconds = times.drafted_seconds
+        if not self.enabled or rate is None or seconds is None or len(times.means) < 2:
+            return None
+        return rate * (seconds + times.slope)
+
+    @locked
+    def choose(
+        self, tree: Tree, drafter: Drafter, active: Sequence[bool], limits: Sequence[int]
+    ) -> Tree:
+        """Reduce the trees to the draft tokens that the step takes, and attach probes.
+
+        Args:
+            tree: the proposed trees; unchanged if they are to be forwarded whole, their
+                probabilities are unknown, or nothing may depend on time.
+            drafter: attaches probes.
+            active: unfinished rows.
+            limits: depth of the deepest draft token that each row can use.
+        """
+        host, self._drafts = tree.host, True
+        if host is None or not tree.ranked or tree.whole or not self.enabled:
+            return tree
+        deep = np.where(active, limits, -1)[:, None]
+        probs = np.where(host.depths <= deep, host.probs, 0.0)
+        group = 0 if self.paused else len(drafter.group)
+        plan = self._best(probs, host.parents, group)
+        tree = tree.likeliest(plan.drafted)
+        if not plan.probed:
+            return tree
+        nodes = tree.num_tokens
+        probed = best_ends(probs[:, :nodes], host.parents[:, :nodes], plan.probed)
+        return drafter.attach_probes(tree, (probed * drafter.distances).tolist())
+
+    def _best(self, probs: Array, parents: Array, group: int) -> Plan:
+        """The plan of the largest value; ``probs`` are of paths, likeliest first, ``group`` is the
+        number of probes under a node that has them."""
+        setting, learned, sums = self.setting, self.learned, probs.sum(0)
+        live, most = float(sums[0]), int(np.flatnonzero(sums > 0).max(initial=0))
+        expected: list[float] = sums.cumsum().tolist()
+        choices = plans(most, group)
+        costs = setting.times.curve([width(1 + size, n * group) for size, n in choices])
+        if setting.sizes_to_time or costs is None:
+            size = setting.sizes_to_time.popleft() if setting.sizes_to_time and most else SIZES[2]
+            size = min(size, most)
+            probed = next(n for drafted, n in reversed(choices) if drafted <= size)
+            return Plan(size, probed)
+        plain = setting.times.plain_seconds()
+        # What the time of a step would otherwise yield, in tokens.
+        costs *= setting.rate.value or live / max(plain or 0.0, TICK)
+        values = [
+            expected[size] + learned.prediction_value * _at_probes(probs, parents, size, n) - cost
+            for (size, n), cost in zip(choices, costs.tolist())
+        ]
+        best = int(np.argmax(values))
+        if group and most:
+            # Next to a step without predictions, which has them in the one after.
+            change = (values[best] - values[choices.index((0, 1))]) / live
+            value = learned.prediction_value + ALPHA * (change - learned.prediction_value)
+            learned.prediction_value = min(max(value, 0.0), float(probs.shape[1]))
+        size, n = choices[best]
+        if group and not most and not n:
+            n = int(setting.retries["probes"].due())
+        elif n:
+            setting.retries.pop("probes", None)
+        self.stats.num_plain_steps += not best and most > 0
+        return Plan(size, n)
+
+    # -- after a step ------------------------------------------------------------------------
+
+    @locked
+    def observe(self, tree: Tree, emitted: Sequence[int], seconds: float) -> None:
+        """Learn from a finished step that forwarded a tree, and took so many seconds; ``emitted``
+        are tokens per batch row, 0 for one that was already finished."""
+        counts = [count for count in emitted if count]
+        tokens, live = sum(counts), len(counts)
+        drafted, size = tree.num_tokens - 1, width(tree.num_tokens, tree.num_probes)
+        setting, times = self.setting, self.setting.times
+        drafting = self.stats.draft_seconds - self._before[0]
+        forwards = self.stats.num_draft_forwards - self._before[1]
+        expected, usual = times.seconds(size), times.drafting_seconds
+        if expected is not None:  # by the steps before it, if they tell
+            expected += drafting if usual is None else min(drafting, CLIP * usual)
+        typical = self._drafts and not self.paused
+        times.observe(size, seconds - drafting, drafting if typical else None, forwards)
+        setting.rate.add(tokens, seconds)
+        self._steps[(drafted, size)] += 1
+        if size == 1:
+            setting.retries["plain"].steps = 0
+        plain, budget = times.plain_seconds(), self.learned.budget
+        if not self.enabled or not live:
+            return
+        if not self._drafts or budget.paused:
+            budget.wait()
+        elif plain:
+            # Nothing is cheaper than a plain step. A stall says nothing, nor does a warm-up: what
+            # differs from the expectation counts within bounds, alike in both directions, as noise
+            # would otherwise look like a cost.
+            usual = max(expected or plain, plain)
+            budget.charge(tokens / live, ratio(seconds, usual) * usual / plain, live)
+
+    @locked
+    def details(self) -> dict[str, Any]:
+        """Entries for ``SpecStats.details``, as JSON types: the choices and their inputs."""
+        times = self.setting.times
+        return {
+            "policy": {
+                "paused": self.enabled and self.learned.budget.paused,
+                "batch_size": self._key[0],
+                "plain_seconds": times.plain_seconds(),
+                "drafting_seconds": times.drafting_seconds,
+                "drafted_seconds": times.drafted_seconds,
+                "seconds": {str(rows): spent for rows, spent in times.means.items()},
+                "prediction_value": self.learned.prediction_value,
+                "steps": [
+                    {"draft_tokens": n, "step_tokens": rows, "count": count}
+                    for (n, rows), count in sorted(self._steps.items())
+                ],
+            }
+        }
+
+
+def _at_probes(probs: Array, parents: Array, size: int, count: int) -> float:
+    """Rows of a step with so many draft tokens that are expected to end at one of its ``count``
+    best nodes."""
+    if not count:
+        return 0.0
+    return float(np.sort(ends(probs[:, : size + 1], parents), axis=1)[:, -count:].sum())

@@ -1,0 +1,155 @@
+"""The state of a call's decoding, as the loop and its drafter see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.core.device import to_device
+from hf_spec.core.stats import SpecStats
+from hf_spec.core.tree import HostTree, Row, Tree
+from hf_spec.draft.lookup import BatchLookup
+from hf_spec.target.noise import SamplingNoise
+from hf_spec.target.target import Target
+
+
+class Grown(NamedTuple):
+    """Trees that a drafter has grown.
+
+    Attributes:
+        packed: see :meth:`Tree.packed`.
+        numbers: the same on the host; None if they are still to be transferred.
+        kept: what else the program has found that has grown them.
+    """
+
+    packed: Tensor
+    numbers: Any = None
+    kept: Sequence[Tensor] = ()
+
+    def of_rows(self, rows: Sequence[int]) -> Grown:
+        """Those of some of the batch's rows."""
+        numbers = None if self.numbers is None else self.numbers[list(rows)]
+        index = to_device(rows, self.packed.device)
+        return Grown(self.packed[index], numbers, [one[index] for one in self.kept])
+
+
+class Process(Protocol):
+    """The call's logits processors."""
+
+    @property
+    def trivial(self) -> bool:
+        """Whether they keep the likeliest token the likeliest."""
+
+    def __call__(
+        self, logits: Tensor, suffix: Tensor, active: Sequence[bool], drafting: bool = False
+    ) -> Tensor:
+        """Logits ``(batch, vocab)`` -> float32 scores after all processors, for active rows. The
+        prefix of each is its tokens so far, then its ``suffix (batch, n)``. While drafting, only
+        processors run that keep no state."""
+
+
+@dataclass
+class DecodeState:
+    """The sequences of a call that are still decoded, and the parts that follow them.
+
+    It is what the loop shows a drafter, which must not change it. The batch shrinks as sequences
+    finish (:meth:`select`).
+
+    Attributes:
+        model: the model.
+        drafter: the call's drafter.
+        target: runs the model on the nodes of a tree after the cached tokens.
+        cache: the KV cache; it holds all tokens of a sequence except the last, the root.
+        sequences: the call's sequences; :attr:`tokens`, :attr:`active` and so on are theirs.
+        root: ``(batch,)`` the last token of each sequence.
+        do_sample: whether tokens are sampled.
+        process: applies the call's logits processors.
+        stats: the statistics of the call so far.
+        timed: whether the amount of drafting may depend on step times.
+        grown: the step's trees, if the program of the step before has grown them.
+        draft_cost: tokens that one more drafting forward must bring to pay for its time; None
+            while unknown.
+        lookups: looks up what is merged into each step's draft; None if nothing is.
+        looked_up: what this step has looked up for each sequence.
+        noise: what the next tokens will be sampled with; None if the output would depend on it.
+        prompt_part: most tokens of each prompt that a drafter should run at once.
+    """
+
+    model: Any
+    drafter: Any
+    target: Target
+    cache: TreeCache
+    sequences: Any
+    root: Tensor
+    do_sample: bool
+    process: Process
+    stats: SpecStats = field(default_factory=SpecStats)
+    timed: bool = False
+    grown: Grown | None = None
+    draft_cost: Callable[[], float | None] = lambda: None
+    lookups: BatchLookup | None = None
+    looked_up: Sequence[Row] = ()
+    noise: SamplingNoise | None = None
+    prompt_part: int = 4096
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The tokens of each row so far, with the prompt, without padding."""
+        found: list[list[int]] = self.sequences.tokens
+        return found
+
+    @property
+    def active(self) -> list[bool]:
+        """Whether each row is unfinished."""
+        found: list[bool] = self.sequences.active
+        return found
+
+    @property
+    def remaining(self) -> list[int]:
+        """How many tokens each row may still emit."""
+        found: list[int] = self.sequences.remaining
+        return found
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows in this order, each at most once, and have all parts follow."""
+        parts: list[Any] = [
+            self.sequences, self.cache, self.target, self.drafter, self.lookups, self.noise
+        ]  # fmt: skip
+        for part in parts:
+            if part is not None:
+                part.select(rows)
+        self.root = self.root[to_device(rows, self.root.device)]
+        if self.grown is not None:
+            self.grown = self.grown.of_rows(rows)
+
+    def lookup(self) -> Sequence[Row]:
+        """Look up what continues each sequence, for this step."""
+        self.looked_up = ()
+        if self.lookups is not None:
+            self.looked_up = self.lookups.lookup(self.tokens, self.active, self.max_depth)
+        return self.looked_up
+
+    def received(self, grown: Grown) -> tuple[Tree, HostTree]:
+        """Trees that a drafter has grown."""
+        tree = Tree.unpacked(grown.packed, grown.numbers)
+        host = tree.host
+        assert host is not None
+        if not all(self.active):  # grown before it was known that rows stop short of their bonus
+            tree.tokens[:, 0] = self.root
+            host.tokens[:, 0] = [row[-1] for row in self.tokens]
+        return tree, host
+
+    @property
+    def batch_size(self) -> int:
+        """Batch rows that are still carried."""
+        return len(self.sequences.rows)
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest draft token that any sequence can use; one token is the bonus."""
+        left = [n for n, active in zip(self.remaining, self.active) if active]
+        return max(left, default=1) - 1

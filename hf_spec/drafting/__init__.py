@@ -1,1 +1,0 @@
-"""Parts that methods draft with: drafters, options, heads, n-gram lookups."""

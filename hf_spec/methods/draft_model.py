@@ -1,0 +1,401 @@
+"""``draft_model``: another, smaller model drafts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_spec.cache.attention import aligned
+from hf_spec.cache.tree_cache import TreeCache, take_over
+from hf_spec.core.device import to_device
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import StepResult
+from hf_spec.draft.grow import Frontier, extended
+from hf_spec.draft.options import key_of
+from hf_spec.draft.state import DecodeState
+from hf_spec.methods.registry import Method
+from hf_spec.modeling_patches.attention_masks import TreeAttention
+from hf_spec.modeling_patches.linear_attention import recurrent_rules
+from hf_spec.modeling_patches.modules import CACHE, only_logits, unwrapped
+from hf_spec.modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.shared_kv import shared_kv_sources, takes_shared_kv, with_given_masks
+from hf_spec.modeling_patches.support import check_model
+from hf_spec.modeling_patches.weights import input_features, placement, vocabulary
+from hf_spec.predict.forward_drafter import ForwardDrafter, GrowOptions
+from hf_spec.target.compiled import PARTS, CompiledTarget
+from hf_spec.target.graphs import DraftProgram
+from hf_spec.target.hidden_states import Reads, captured, gather_hidden, supported_kwargs
+from hf_spec.target.target import Slots, Target, append
+
+# -- What drafters with an assistant model have in common: the two models' tokenizer ---------------
+
+#: Rows by which the embeddings of models with the same tokenizer may differ: some are padded.
+PADDING = 1024
+
+
+class AssistantDrafter(ForwardDrafter):
+    """An assistant model drafts.
+
+    Args:
+        assistant: the causal language model that drafts.
+
+    Raises:
+        ValueError: it is not a model, or has another tokenizer.
+    """
+
+    options: GrowOptions
+
+    def __init__(self, model: Any, options: GrowOptions, assistant: Any):
+        super().__init__(model, options, ("draft_model", key_of(options)), owner=assistant)
+        if not hasattr(assistant, "get_input_embeddings"):
+            raise ValueError(
+                f"assistant_model={assistant!r}: give a loaded model, such as "
+                "AutoModelForCausalLM.from_pretrained returns."
+            )
+        if not hasattr(assistant, "generate"):
+            raise ValueError(
+                f"assistant_model={type(assistant).__name__} does not generate by itself. If it is "
+                "a released drafter, make an adapter of it: hf-spec import REPOSITORY --model M "
+                "--output drafter/"
+            )
+        _check_tokenizer(model, assistant)
+        self.assistant, self.beside = assistant, (assistant,)
+        known, wanted = vocabulary(assistant), vocabulary(model)
+        #: Tokens that both models have.
+        self.shared = min(known, wanted)
+        if self.shared != wanted:
+            self.token_ids = torch.arange(self.shared, device=placement(assistant).device)
+
+
+def _check_tokenizer(model: Any, assistant: Any) -> None:
+    """Raise a ValueError if two models cannot have the same tokenizer, by their configs."""
+    known, wanted = input_features(assistant)[0], input_features(model)[0]
+    other = [f"{wanted} and {known} tokens"] if abs(wanted - known) >= PADDING else []
+    for name in ("bos_token_id", "eos_token_id"):
+        own, theirs = _special(model, name), _special(assistant, name)
+        if own and theirs and not own & theirs:
+            other.append(f"{name} {sorted(own)} and {sorted(theirs)}")
+    if other:
+        raise ValueError(
+            f"assistant_model={type(assistant).__name__} has another tokenizer than "
+            f"{type(model).__name__}: {'; '.join(other)}. Give an assistant of the same family, or "
+            "generate without assistant_strategy: Transformers translates between tokenizers."
+        )
+
+
+def _special(model: Any, name: str) -> set[int]:
+    """The ids of a special token, of which models may have several."""
+    found: set[int] = set()
+    for config in (model.config.get_text_config(decoder=True), model.generation_config):
+        value = getattr(config, name, None)
+        found |= set() if value is None else {value} if isinstance(value, int) else {*value}
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# An assistant that attends to the model's keys and values, such as those published for Gemma 4.
+#
+# A row of it is a token and the model's final state of the token before; where the model has not
+# been, the assistant's own output takes the place of this state. All rows of a step stand at the
+# position of its root and see the committed tokens before it, not each other. So a level of a tree
+# is as many rows of their own, and the assistant has no cache: nothing is written, run again or
+# undone.
+
+
+class Seen(NamedTuple):
+    """What all rows of a step see, on the assistant's device.
+
+    Attributes:
+        states: by layer type, keys and values ``(batch, kv_heads, slots, head_dim)``: views of the
+            model's cache, unless that is on another device or in another dtype.
+        masks: by layer type, ``(batch, 1, 1, slots)`` bool, True for what is seen; or packed.
+        positions: ``(batch, 1)`` of the roots.
+    """
+
+    states: dict[str, tuple[Tensor, ...]]
+    masks: dict[str, Tensor]
+    positions: Tensor
+
+
+class SharedKVDrafter(AssistantDrafter):
+    """An assistant drafts from the model's keys, values and final states.
+
+    Raises:
+        ValueError: see :class:`AssistantDrafter`; or the assistant is not one for this model.
+    """
+
+    reads = Reads("last")
+
+    def __init__(self, model: Any, options: GrowOptions, assistant: Any):
+        super().__init__(model, options, assistant)
+        self._sources = shared_kv_sources(model, assistant)
+        self._attention = TreeAttention(assistant, beside=model)
+        with_given_masks(assistant, self._attention.changes)
+        self._hidden: Tensor | None = None  # (batch, hidden) the model's, before each root
+        #: In a program: the model's cache, lengths before the step, and shift of positions.
+        self._given: tuple[TreeCache, Tensor, Tensor] | None = None
+        self._seen: Seen | None = None  # while a tree grows
+
+    def start(self, state: DecodeState) -> None:
+        super().start(state)
+        self._target: Any = state.target
+        graphs = state.target.graphs
+        #: What programs that contain the assistant depend on; None if there are none.
+        self._kind = None if graphs is None else graphs.admit(self.assistant)
+        if self._kind is None:
+            self.outside = "the assistant is on another device, or cannot be recorded"
+
+    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
+        self._hidden = hidden
+        if self._given is not None:
+            cache, lengths, shift = self._given
+            self._seen = self._see(cache, lengths + result.counts, cache.capacity, shift)
+
+    def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
+        if not grows:
+            return None
+        levels = self.num_levels(state)
+        self._target.reserve(tree)
+        program = self.grows(state, tree, self.num_grown, levels, self.width)
+        return program._replace(reads_cache=True)
+
+    def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor], Hashable]:
+        target = self._target
+        changing = [target.cache.lengths, target.position_shift]
+        return target.cache.tensors(), changing, (self._kind, target.cache.layout)
+
+    def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
+        *held, lengths, shift = tensors
+        own, root = copy.copy(self), Tree.roots(lengths)
+        cache = self._target.cache.traced_with(held, lengths, lengths[:, None], root, in_place)
+        own._given = cache, lengths, shift
+        return own
+
+    def select(self, rows: Sequence[int]) -> None:
+        if self._hidden is not None:
+            self._hidden = self._hidden[to_device(rows, self._hidden.device)]
+
+    def catch_up(self, state: DecodeState) -> None:
+        cache = state.cache
+        keys = aligned(cache.max_length)
+        self._seen = self._see(cache, cache.lengths, keys, state.target.position_shift)
+
+    def _see(self, cache: TreeCache, lengths: Tensor, keys: int, shift: Tensor) -> Seen:
+        """The tokens before the roots, ``lengths`` (batch,) of a cache, in so many slots of layers
+        without a window; ``shift``: (batch, 1) of their positions."""
+        device, dtype = placement(self.assistant)
+        lengths, seen = lengths.to(device), {}
+        states, none = {}, torch.zeros(len(lengths), 1, 0, dtype=torch.bool, device=device)
+        for kind, source in self._sources.items():
+            layer = cache.layers[source.layer]
+            slots = Slots.of(cache.states, lengths, 0, keys, layer.window)
+            both = layer.views["keys"], layer.views["values"]
+            parts = (part[:, :, : slots.held.shape[1]] for part in both)
+            states[kind] = tuple(part.to(device, dtype) for part in parts)
+            # The window of the model's own layer. Transformers' reaches two tokens further back, of
+            # which the cache of a longer prompt has nothing.
+            at = lengths[:, None]
+            begin = None if source.window is None else at - source.window + 1
+            seen[kind] = slots.mask(none, lengths, self._attention.packs, begin, at)
+        return Seen(states, seen, lengths[:, None] + shift.to(device))
+
+    def level(self, frontier: Frontier) -> Tensor:
+        assert self._seen is not None and self._hidden is not None
+        states, visible, positions = self._seen
+        before = self._hidden[:, None]
+        if frontier.depth:
+            assert self._after is not None
+            before = gather_hidden(self._after, frontier.parents)
+        ids, count = frontier.tokens.to(placement(self.model).device), frontier.tokens.shape[1]
+        embeddings = self.model.get_input_embeddings()(ids)
+        attention, dtype = self._attention, placement(self.assistant).dtype
+        found = attention.changes.run(
+            self.assistant,
+            inputs_embeds=torch.cat([embeddings, before.to(embeddings)], dim=-1).to(dtype),
+            attention_mask=attention.convert(
+                {kind: mask.expand(-1, -1, count, -1) for kind, mask in visible.items()}, dtype
+            ),
+            position_ids=positions.expand(-1, count),
+            shared_kv_states=states, use_cache=False, return_dict=True,
+            # Of rows given by number none are cut off, which fails without per-layer embeddings.
+            logits_to_keep=torch.arange(count, device=positions.device),
+            **only_logits(self.assistant),
+        )  # fmt: skip
+        self._after = found.last_hidden_state
+        logits: Tensor = found.logits[..., : self.shared]
+        return logits
+
+    def finish(self) -> None:
+        super().finish()
+        self._seen = None
+
+    # -- stock assisted decoding -------------------------------------------------------------
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        model, known = self.model, input_ids[:, :-1].to(placement(self.model).device)
+        if not known.shape[1]:  # nothing to attend to
+            return []
+        source = DynamicCache(config=model.config.get_text_config(decoder=True))
+        changes = Changes()
+        states = captured(model, changes)
+        inputs = {"input_ids": known, "use_cache": True, "logits_to_keep": 1, CACHE: source}
+        changes.run(model, **supported_kwargs(model, **inputs))
+        cache = TreeCache(len(source.layers), 1, known.device)
+        take_over(cache, source, more=0)
+        own = copy.copy(self)
+        own._hidden, none = states[0][:, -1], torch.zeros_like(known[:, :1])
+        own._seen = own._see(cache, cache.lengths, aligned(cache.max_length), none)
+        return own.chain_after(input_ids[:, -1:])
+
+
+# -- An assistant that reads the text itself, as any causal language model does --------------------
+
+
+class DraftModelDrafter(AssistantDrafter):
+    """An assistant model drafts, with a KV cache of its own.
+
+    Raises:
+        ValueError: see :class:`AssistantDrafter`; or the assistant cannot run trees.
+    """
+
+    per_row = ("_logits",)
+
+    def __init__(self, model: Any, options: GrowOptions, assistant: Any):
+        super().__init__(model, options, assistant)
+        self.outside = "the assistant's forwards are code of their own"
+        check_model(assistant)
+        self._target: Target | None = None  # of the assistant
+        self._logits: Tensor | None = None  # (batch, vocab) after each sequence's last token
+
+    def catch_up(self, state: DecodeState) -> None:
+        target = self._target
+        if target is None:
+            self._target = self._prompt(state)
+            self.cache = self._target.cache
+            return
+        rows = self._known(
+            tokens[length:] for tokens, length in zip(state.tokens, target.cache.host_lengths)
+        )
+        new = [row for row, tokens in enumerate(rows) if tokens]
+        if not new:  # finished sequences have none
+            return
+        assert self._logits is not None
+        if target.graphs is None or max(map(len, rows)) > PARTS:
+            index = to_device(new, self._logits.device)
+            self._logits.index_copy_(0, index, append(target, rows).logits)
+        else:
+            self._logits = self._logits_after(target, rows)
+
+    def _logits_after(self, target: Target, rows: list[list[int]]) -> Tensor:
+        """:attr:`_logits` after some more tokens, by a forward of a size that recurs."""
+        counts, device = [len(row) for row in rows], target.cache.lengths.device
+        tokens = to_device([row + [0] * (max(counts) - len(row)) for row in rows], device)
+        logits = target(Tree.chain(tokens), changes=Changes()).logits
+        target.cache.commit(counts)
+        ends = to_device(counts, logits.device)[:, None]
+        last = gather_hidden(logits, (ends - 1).clamp(min=0))[:, 0]
+        assert self._logits is not None
+        return torch.where(ends > 0, last, self._logits)
+
+    def _prompt(self, state: DecodeState) -> Target:
+        """The assistant after the text so far, which runs as Transformers runs a prompt."""
+        assistant, rows = self.assistant, self._known(state.tokens)
+        text, device = assistant.config.get_text_config(decoder=True), placement(assistant).device
+        lengths, width = [len(row) for row in rows], max(map(len, rows))
+        ids = to_device([[0] * (width - len(row)) + row for row in rows], device)
+        padding = to_device([width - length for length in lengths], device)
+        columns = torch.arange(width, device=device)
+        mask = columns >= padding[:, None]
+        source, positions = DynamicCache(config=text), (columns - padding[:, None]).clamp(min=0)
+        rules = recurrent_rules(assistant)
+        # A recurrent state is not continued by several tokens everywhere.
+        at_once = width if rules else state.prompt_part
+        for start in range(0, width, at_once):
+            end = start + at_once
+            given = supported_kwargs(
+                assistant, input_ids=ids[:, start:end], attention_mask=mask[:, :end].long(),
+                position_ids=positions[:, start:end], use_cache=True, logits_to_keep=1,
+                **{CACHE: source},
+            )  # fmt: skip
+            logits = assistant(**given).logits
+        self._logits = logits[:, -1].clone()
+        graphs = state.target.graphs
+        own = graphs and graphs.beside(assistant, "draft_model")
+        allocate = None if own is None or graphs is None else graphs.allocate
+        cache = TreeCache(len(source.layers), len(rows), device, allocate, rules)
+        ends = list(map(sum, zip(lengths, state.remaining)))
+        take_over(cache, source, mask, max(state.remaining), seq=width)
+        # A table of positions may be shorter than the text.
+        context = getattr(text, "max_position_embeddings", None) or max(ends)
+        last = to_device([min(end, context) - 1 for end in ends], device)
+        if own is None:
+            return Target(assistant, cache, last, beside=self.model)
+        return CompiledTarget(assistant, cache, last, beside=self.model, graphs=own)
+
+    def _known(self, rows: Iterable[Sequence[int]]) -> list[list[int]]:
+        """Tokens as the assistant gets them, some other one for what it does not know."""
+        return [[min(token, self.shared - 1) for token in row] for row in rows]
+
+    def level(self, frontier: Frontier) -> Tensor:
+        assert self._target is not None and self._logits is not None
+        if not frontier.depth:
+            return self._logits[:, None, : self.shared]
+        self._block, first = extended(self._block, frontier)
+        # With changes, even none, a single node is not the last one that recurrent layers see.
+        logits = self._target(self._block, first=first, changes=Changes()).logits
+        return logits[..., : self.shared]
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        if self._target is not None:
+            self._target.select(rows)
+
+    # -- stock assisted decoding -------------------------------------------------------------
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        known = input_ids.to(placement(self.assistant).device).clamp(max=self.shared - 1)
+        found = self.assistant.generate(
+            known, attention_mask=torch.ones_like(known), max_new_tokens=self.depth,
+            do_sample=False, num_beams=1, assistant_strategy=None,
+        )  # fmt: skip
+        tokens: list[int] = found[0, input_ids.shape[1] :].tolist()
+        wrong = (place for place, token in enumerate(tokens) if token >= self.shared)
+        return tokens[: next(wrong, len(tokens))]
+
+
+# -- ``draft_model``: another, smaller model with the same tokenizer drafts ------------------------
+#
+# Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), with trees
+# that grow level by level as in EAGLE-2 (Li et al., 2024, section 4.1).
+
+
+def make(model: Any, options: GrowOptions, assistant: Any) -> AssistantDrafter:
+    """The drafter for an assistant: by what its forward takes.
+
+    Raises:
+        ValueError: the assistant is none, or none that drafts for this model.
+    """
+    if getattr(getattr(assistant, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            f"assistant_model={type(assistant).__name__} of type "
+            f"{assistant.active_peft_config.peft_type.value}: its adapter puts virtual tokens into "
+            "the cache. Give the model without it: assistant_model=assistant.get_base_model()."
+        )
+    assistant = unwrapped(assistant)
+    shares = hasattr(assistant, "forward") and takes_shared_kv(assistant)
+    return (SharedKVDrafter if shares else DraftModelDrafter)(model, options, assistant)
+
+
+METHOD = Method(
+    name="draft_model",
+    summary="a smaller model with the same tokenizer drafts: generate(assistant_model=...)",
+    options=GrowOptions,
+    drafter=DraftModelDrafter,
+    needs_assistant=True,
+    make=make,
+)

@@ -1,1 +1,0 @@
-"""Decides how much to draft; the only package that uses measured times."""

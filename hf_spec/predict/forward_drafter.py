@@ -1,0 +1,362 @@
+"""Drafters that run forwards of their own, one for each level of a tree."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_spec.core.checks import MAX_DRAFT_TOKENS, count, setting
+from hf_spec.core.device import bucket, is_async, to_device
+from hf_spec.core.memory import recall
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import StepResult
+from hf_spec.draft.drafter import FORWARDS
+from hf_spec.draft.grow import Children, DraftExit, Frontier, extended, grow
+from hf_spec.draft.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, fixed_size
+from hf_spec.draft.state import DecodeState
+from hf_spec.modeling_patches.per_call import Changes
+from hf_spec.predict.draft_cache import DraftCache, Rows, committed, whole
+from hf_spec.predict.tree_drafter import GrowingDrafter
+from hf_spec.target.graphs import DraftProgram
+from hf_spec.target.hidden_states import Reads, captured, gather_hidden
+from hf_spec.target.noise import as_sampled
+
+# -- Base class of drafters that run a forward of their own for each level of a tree ---------------
+
+#: Depth of the deepest draft token by default.
+DEPTH = 8
+#: Draft tokens that are grown for the policy to choose from.
+GROWN = 32
+
+
+@dataclass(frozen=True)
+class GrowOptions(DraftOptions):
+    """Options of strategies that grow a tree level by level.
+
+    Attributes:
+        tree: ``adaptive``: the likeliest paths. ``chain``: the likeliest tokens only.
+        max_depth: depth of the deepest draft token; None for 8. Each level is one forward.
+        width: draft tokens of a level that are continued, the likeliest ones.
+    """
+
+    max_depth: int | None = setting(None, rule=count(1, MAX_DRAFT_TOKENS))
+    width: int = setting(4, rule=count(1, MAX_DRAFT_TOKENS), only={"tree": (ADAPTIVE,)})
+
+
+class ForwardDrafter(GrowingDrafter):
+    """Grows a tree level by level; each level is one forward on the likeliest nodes of the one
+    before (EAGLE-2, section 4.1).
+
+    Args:
+        key: the drafter, its adapter and options: what is learned of its drafts is kept by it.
+        owner: the model that this is kept for; None for ``model``.
+
+    Attributes:
+        depth: depth of the deepest draft token.
+        width: nodes of a level that are continued.
+        forward_per_level: whether each level takes a forward of its own, and not only the first.
+    """
+
+    token_ids: Tensor | None = None
+    forward_per_level: bool = True
+    trees = {CHAIN: None}
+    unused: ClassVar[Sequence[str]] = ()
+    runs = FORWARDS
+
+    exit: DraftExit  # decides when to stop, where the policy chooses
+
+    def __init__(
+        self, model: Any, options: GrowOptions, key: tuple[Hashable, ...], owner: Any = None
+    ):
+        super().__init__(model, options)
+        self.depth = options.max_depth or DEPTH
+        self.width = 1 if options.tree == CHAIN else options.width
+        self._key, self._owner = key, model if owner is None else owner
+        self.policy_chooses = options.num_draft_tokens == AUTO
+        self.distances = self.depth
+        self._block: Tree | None = None  # the drafted nodes
+        self._after: Tensor | None = None  # (batch, n, hidden) what rows after the last level take
+
+    def start(self, state: DecodeState) -> None:
+        self.exit = DraftExit(self.depth)
+        if state.timed:  # else drafts must not depend on earlier calls
+            key = *self._key, state.do_sample  # sampled text is harder to predict
+            self.exit = recall(self._owner, (DraftExit, *key), lambda: DraftExit(self.depth))
+        self.calibration = self.exit.calibration
+        self.exactly = fixed_size(self.options.num_draft_tokens, state.timed)
+
+    def catch_up(self, state: DecodeState) -> None:
+        """Called before a tree grows."""
+
+    @abstractmethod
+    def level(self, frontier: Frontier) -> Tensor:
+        """``(batch, nodes, tokens)`` logits of what follows each node of a frontier."""
+
+    def finish(self) -> None:
+        """Discard what :meth:`level` has cached."""
+        if self.cache is not None:
+            self.cache.rollback()
+        self._block = self._after = None
+
+    def chain_after(self, root: Tensor) -> list[int]:
+        """The likeliest token of each level, after the root of a sequence, ``(1, 1)``."""
+        found, zeros = root, torch.zeros_like(root)
+        tokens: list[int] = []
+        for depth in range(self.depth):
+            frontier = Frontier(depth, found, zeros.float(), zeros, zeros)
+            found = self.level(frontier)[:, -1].argmax(-1, keepdim=True)
+            if self.token_ids is not None:
+                found = self.token_ids[found]
+            tokens.append(int(found))
+        return tokens
+
+    @property
+    def num_grown(self) -> int:
+        """Number of draft tokens that are grown."""
+        return self.depth if self.width == 1 else self.exactly or GROWN
+
+    def propose(self, state: DecodeState) -> Tree:
+        depth = min(self.depth, state.max_depth)
+        if state.grown is None and depth < 1:
+            return Tree.roots(state.root)
+        return self.grown(state, partial(self._grow, state, depth))
+
+    def _grow(self, state: DecodeState, depth: int, trust: Sequence[float]) -> Tensor:
+        """Trees of at most this depth, packed."""
+        self.catch_up(state)
+        noise, cost, goes_on = state.noise, state.draft_cost(), None
+        if cost is not None and is_async(state.root.device):
+            depth = self.paying(state, depth, cost)
+        elif cost is not None:
+            goes_on = partial(self._goes_on, state, cost)
+        ahead = None if noise is None else partial(noise.ahead, 1, self.token_ids)
+        levels = Levels(self, self.num_grown, ahead, goes_on)
+        packed = grow(levels, state.root, self.num_grown, depth, trust, self.width)
+        state.stats.num_draft_forwards += levels.forwards
+        self.finish()
+        return packed
+
+    def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Levels:
+        return Levels(self, width, None if noise is None else lambda place: noise[:, place, None])
+
+    def num_levels(self, state: DecodeState, grows: bool = True) -> int:
+        """How many levels a program's trees have; none if they do not grow."""
+        levels = self.paying(state, self.depth, state.draft_cost()) if grows else 0
+        levels = min(bucket(levels), self.depth)  # few numbers, as code is made for each
+        state.stats.num_draft_forwards += levels if self.forward_per_level else min(levels, 1)
+        return levels
+
+    def paying(self, state: DecodeState, most: int, cost: float | None) -> int:
+        """How many levels pay, of at most so many, by how often each was right; all if the cost of
+        one in tokens is unknown."""
+        if cost is None:
+            return most
+        found = self.exit.levels(most, sum(state.active), cost)
+        if not self.forward_per_level:
+            found = most if found else 0
+        return found or int(self.exit.due())
+
+    def _goes_on(self, state: DecodeState, cost: float, frontier: Frontier) -> bool:
+        """Whether the level after a frontier pays, by its probabilities."""
+        paths = [
+            path * on for path, on in zip(frontier.log_probs.exp().sum(-1).tolist(), state.active)
+        ]
+        worth = self.exit.is_worth(frontier.depth + 1, paths, cost)
+        return worth or not frontier.depth and self.exit.due()
+
+
+@dataclass
+class Levels:
+    """The levels of a tree; see :class:`hf_spec.draft.grow.Expands`.
+
+    Attributes:
+        drafter: runs forwards.
+        width: children of a node, at most; one in a chain.
+        noise: what the tokens after those of so many levels will be sampled with, ``(batch, 1,
+            tokens)``, see :func:`as_sampled`; None if they are not sampled.
+        goes_on: whether to expand a frontier that takes a forward; None: always.
+        forwards: number of forwards that have run.
+    """
+
+    drafter: ForwardDrafter
+    width: int
+    noise: Callable[[int], Tensor] | None = None
+    goes_on: Callable[[Frontier], bool] | None = None
+    forwards: int = 0
+
+    def expand(self, frontier: Frontier) -> Children | None:
+        drafter, depth = self.drafter, frontier.depth
+        if drafter.forward_per_level or not depth:
+            if self.goes_on is not None and not self.goes_on(frontier):
+                return None
+            self.forwards += 1
+        logits, ids = drafter.level(frontier).float(), drafter.token_ids
+        if self.noise is not None:
+            logits = as_sampled(logits, self.noise(depth).to(logits))
+        best = logits.topk(min(1 if drafter.width == 1 else self.width, logits.shape[-1]))
+        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
+        tokens = best.indices if ids is None else ids[best.indices]
+        # Nothing is drafted from logits that have overflowed.
+        return Children(tokens, log_probs.masked_fill(log_probs.isnan(), -torch.inf))
+
+
+# --------------------------------------------------------------------------------------------------
+# Drafts with a small decoder of its own that reads the target's hidden states: EAGLE-3, MTP.
+#
+# A row of the decoder is a token and the target's states of the token *before* it; where the target
+# has not been, the decoder's own output takes the place of these states. After a step, the cache
+# goes back to true rows, and those of the accepted tokens run anew, with true states (Li et al.,
+# "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
+# 2025, section 3.1).
+
+#: From the batch size and n, rows that draft n further tokens in one forward (P-EAGLE): ``(batch,
+#: n)`` tokens, and ``(batch, n, hidden)`` what they take of states.
+MaskRows = Callable[[int, int], tuple[Tensor, Tensor]]
+
+
+class DraftNetwork(ABC):
+    """The decoder.
+
+    Attributes:
+        model: what it drafts for.
+        num_layers: of its cache.
+        token_ids: ``(tokens,)`` ids, ascending, that it predicts; None for all.
+        compiles: whether its forward can be compiled: whether it depends on the cache's tensors
+            and the arguments alone.
+        own: its tensors that are not the model's.
+        windows: of its layers with a sliding window, see :class:`DraftCache`.
+        masks: rows that draft all further tokens in one forward; None: each of these needs a
+            forward, with the output of the one before.
+    """
+
+    model: Any
+    num_layers: int
+    token_ids: Tensor | None = None
+    compiles: bool = True
+    own: Sequence[Tensor] = ()
+    windows: Mapping[int, int] = {}
+    masks: MaskRows | None = None
+
+    @abstractmethod
+    def features(self, states: Tensor) -> Tensor:
+        """``(batch, n, hidden)`` what a row takes of the target's states ``(batch, n, features)``,
+        which are those of :attr:`Drafter.reads`."""
+
+    @abstractmethod
+    def run(self, tokens: Tensor, hidden: Tensor, rows: Rows, cache: Any) -> tuple[Tensor, Tensor]:
+        """Forward of some rows, whose keys and values it writes into the cache.
+
+        Args:
+            tokens: ``(batch, n)`` int64
+            hidden: ``(batch, n, hidden)`` :meth:`features`, or outputs of the rows before.
+            rows: where they stand, and what they see.
+            cache: takes ``update(keys, values, layer)``, which returns those of all slots.
+
+        Returns:
+            ``(batch, n, hidden)`` states that :meth:`logits` reads, and those that the next row
+            takes.
+        """
+
+    def run_true(
+        self, tokens: Tensor, hidden: Tensor, before: Tensor | None, rows: Rows, cache: Any
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`run` of rows that follow each other and take the target's states.
+
+        Args:
+            hidden: ``(batch, n, hidden)`` :meth:`features`.
+            before: ``(batch, 1, ...)`` what the row before the first one has returned for the next;
+                None if there is none.
+        """
+        return self.run(tokens, hidden, rows, cache)
+
+    @abstractmethod
+    def logits(self, states: Tensor) -> Tensor:
+        """``(..., tokens)`` of states ``(..., hidden)``."""
+
+
+class AutoregressiveDrafter(ForwardDrafter):
+    """A :class:`ForwardDrafter` with a :class:`DraftNetwork`.
+
+    Args:
+        reads: the target's states that the network reads, of committed tokens.
+    """
+
+    per_row = ("_root",)
+
+    def __init__(
+        self, model: Any, options: GrowOptions, network: DraftNetwork, reads: Reads,
+        key: tuple[Hashable, ...],
+    ):  # fmt: skip
+        super().__init__(model, options, key)
+        self.network, self.reads, self.token_ids = network, reads, network.token_ids
+        if not network.compiles:
+            self.outside = "the drafter's logits are a forward of the model's"
+        #: What :meth:`DraftNetwork.run` returned of each sequence's last true row, the root's.
+        self._root: tuple[Tensor, Tensor] | None = None
+
+    def start(self, state: DecodeState) -> None:
+        super().start(state)
+        graphs = state.target.graphs if self.network.compiles else None
+        if graphs is not None:
+            graphs.hold(self.network.own)
+        self.cache = DraftCache.beside(state, self.network, state.root.device, graphs)
+
+    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
+        """Run true rows and keep what the last one of each sequence says."""
+        if hidden is None:
+            return
+        network, cache = self.network, self.cache
+        for tokens, states, counts, known in committed(result, hidden):
+            rows = cache.open(Tree.chain(tokens))
+            before = None if self._root is None else self._root[1]
+            found = network.run_true(tokens, network.features(states), before, rows, cache)
+            cache.keep(counts, known)
+            if known is not None:
+                counts = to_device(known, counts.device)
+            last = (counts - 1).clamp(min=0)[:, None]
+            states, after = (gather_hidden(one, last) for one in found)
+            if self._root is not None and not (known and all(known)):
+                new = counts[:, None, None] > 0
+                states = torch.where(new, states, self._root[0])
+                after = torch.where(new, after, self._root[1])
+            self._root = states, after
+
+    def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
+        if self._root is None:
+            return None
+        levels = self.num_levels(state, grows)
+        self.cache.reserve(bucket(tree.num_tokens) + levels * self.width)
+        return self.grows(state, tree, self.num_grown, levels, self.width)
+
+    def level(self, frontier: Frontier) -> Tensor:
+        assert self._root is not None
+        if not frontier.depth:
+            return self.network.logits(self._root[0])
+        before = self._root[1] if self._after is None else self._after
+        hidden = gather_hidden(before, frontier.parents)
+        self._block, first = extended(self._block, frontier)
+        cache = self.cache
+        rows = cache.open(self._block, first)
+        found = self.network.run(self._block.tokens[:, first:], hidden, rows, cache)
+        states, self._after = found
+        return self.network.logits(states)
+
+    # -- stock assisted decoding -------------------------------------------------------------
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        changes = Changes()
+        seen = captured(self.model, changes, self.reads.layers)
+        logits = changes.run(self.model, input_ids, use_cache=False).logits
+        after = torch.cat([input_ids[:, 1:], logits[:, -1:].argmax(-1).to(input_ids.device)], 1)
+        own = copy.copy(self)
+        own.cache = DraftCache(self.network.num_layers, 1, input_ids.device)
+        own._root = own._block = own._after = None
+        own.advance(whole(after), seen[0])
+        return [int(after[:, -1]), *own.chain_after(after[:, -1:])]

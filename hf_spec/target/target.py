@@ -1,0 +1,578 @@
+"""The target model: it runs on the nodes of trees after the cached tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_spec.cache.attention import AttentionStates, bounded
+from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.core import mask as masks
+from hf_spec.core.device import to_device
+from hf_spec.core.pruning import Pruning, keep_likely
+from hf_spec.core.tree import Tree, filled
+from hf_spec.core.verify import HostResult, StepResult, VerifyProgram
+from hf_spec.modeling_patches.attention_masks import Local, TreeAttention
+from hf_spec.modeling_patches.dynamic_rope import DynamicRope, rope_ends
+from hf_spec.modeling_patches.linear_attention import Running, tree_recurrences
+from hf_spec.modeling_patches.low_rank import LowRank
+from hf_spec.modeling_patches.modules import CACHE, averaged_exits, only_logits
+from hf_spec.modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.ranks import Ranks
+from hf_spec.modeling_patches.skipping import Choose, early_pruning
+from hf_spec.modeling_patches.weights import placement
+from hf_spec.target.graphs import DraftProgram, Graphs
+from hf_spec.target.hidden_states import (
+    NO_STATES,
+    Reads,
+    captured,
+    embedded,
+    gather_hidden,
+    supported_kwargs,
+)
+
+# -- The nodes of a tree that one forward runs over, and where slots stand for their mask ----------
+
+
+class Block(NamedTuple):
+    """Some nodes of a tree."""
+
+    tree: Tree
+    tokens: Tensor  # (batch, n) token ids, then indices of probes' embeddings
+    depths: Tensor  # (batch, n)
+    visible: Tensor  # (batch, n, nodes) bool, which of the tree's nodes each of them sees
+
+    @classmethod
+    def of(cls, tree: Tree, nodes: slice | Tensor = slice(None)) -> Block:
+        """These nodes, or ``(n,)`` indices of nodes, of a tree. Its probes must be among them."""
+        return cls(tree, tree.tokens[:, nodes], tree.depths[:, nodes], tree.ancestors[:, nodes])
+
+    @property
+    def ids(self) -> Tensor:
+        """``(batch, tokens)`` the nodes with token ids."""
+        return self.tokens[:, : self.tokens.shape[1] - self.tree.num_probes]
+
+    @property
+    def kinds(self) -> Tensor:
+        """``(batch, probes)`` the index of each probe's embedding."""
+        return self.tokens[:, self.tokens.shape[1] - self.tree.num_probes :]
+
+
+def slot_positions(lengths: Tensor, at_nodes: Tensor, held: Tensor) -> Tensor:
+    """Position of every slot, counted from each row's first token: ``(batch, keys)``.
+
+    Args:
+        lengths: ``(batch,)`` tokens before a tree.
+        at_nodes: ``(batch, nodes)`` positions of its nodes.
+        held: ``(batch or 1, keys)`` the token that each slot holds. Those after the tree continue
+            counting.
+    """
+    node = held - lengths[:, None]
+    in_tree = (node >= 0) & (node < at_nodes.shape[1])
+    at_node = at_nodes.gather(1, node.clamp(0, at_nodes.shape[1] - 1))
+    return torch.where(in_tree, at_node, held)
+
+
+def first_near(local: Local, queries: Tensor) -> Tensor:
+    """The first position that local attention sees from each of these: ``(batch, query)``."""
+    if local.chunked:
+        return queries // local.size * local.size
+    return queries - local.size + 1
+
+
+class Slots(NamedTuple):
+    """What attention of some layers sees slots of, while a tree's nodes are behind the tokens.
+
+    Attributes:
+        held: ``(batch or 1, slots)`` the token or node in each, see :func:`masks.places`.
+        is_ring: whether they are not in this order.
+    """
+
+    held: Tensor
+    is_ring: bool
+
+    @classmethod
+    def of(
+        cls, states: AttentionStates, lengths: Tensor, nodes: int, keys: int,
+        window: int | None = None,
+    ) -> Slots:  # fmt: skip
+        """Those of layers with this window.
+
+        Args:
+            lengths: ``(batch,)`` tokens before the tree, which has so many nodes.
+            keys: slots of layers without a window that attention sees.
+        """
+        slots = min(keys, states.slots(window))
+        if slots < keys:
+            return cls(masks.places(lengths + nodes, slots), True)
+        return cls(torch.arange(keys, device=lengths.device)[None], False)
+
+    def mask(
+        self, visible: Tensor, lengths: Tensor, packed: bool, begin: Tensor | None = None,
+        at_nodes: Tensor | None = None, learned: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The mask of nodes: ``(batch, 1, query, slots)`` bool, True = attend; or a packed one.
+
+        Args:
+            visible: ``(batch, query, nodes)`` bool, which of the tree's nodes each sees.
+            lengths: ``(batch,)`` tokens before the tree, which all see.
+            packed: see :func:`masks.packed`.
+            begin: ``(batch, query)`` the first position that each sees; None: all.
+            at_nodes: ``(batch, nodes)`` positions of all nodes, with ``begin``.
+            learned: ``(batch, query, n)`` bool, what each sees of slots in front.
+        """
+        if packed and not self.is_ring:
+            if begin is not None:
+                assert at_nodes is not None
+                visible = visible & masks.since(begin, at_nodes)[:, 0]
+            return masks.packed(visible, lengths, begin, learned)
+        if visible.shape[1:] == (1, 1):  # a plain step: its token is behind the prefix
+            made = (self.held <= lengths[:, None])[:, None, None]
+        else:
+            made = masks.tree(visible, lengths, self.held)
+        if begin is not None:
+            assert at_nodes is not None
+            made &= masks.since(begin, slot_positions(lengths, at_nodes, self.held))
+        if learned is not None:
+            made = torch.cat([learned[:, None], made], dim=3)
+        if packed:  # a ring, whose slots are bits
+            return masks.packed(visible[:, :, :0], torch.zeros_like(lengths), front=made[:, 0])
+        return made
+
+
+# -- What a method has learned for its probes, as inputs of a forward ------------------------------
+
+
+@dataclass(frozen=True)
+class ProbeInputs:
+    """A method's learned inputs for its probes.
+
+    Attributes:
+        embeddings: ``(kinds, hidden)`` input embedding of each probe of a group.
+        front: per layer, keys and values ``(kv_heads, slots, head_dim)`` that only probes see.
+        front_seen: ``(kinds, slots)`` bool, which of these slots each kind sees; None for all.
+        exits: number of last layers whose hidden states are averaged for probes.
+        update: update of the model's modules that applies only to probes, not to tokens.
+    """
+
+    embeddings: Tensor
+    front: Sequence[tuple[Tensor, Tensor]] = ()
+    front_seen: Tensor | None = None
+    exits: int = 1
+    update: LowRank | None = None
+
+    @property
+    def num_front(self) -> int:
+        return self.front[0][0].shape[1] if self.front else 0
+
+    def sees_front(self, kinds: Tensor) -> Tensor:
+        """Which front slots probes of these kinds see: ``(*kinds.shape, slots)`` bool."""
+        if self.front_seen is None:
+            return torch.ones((*kinds.shape, self.num_front), dtype=torch.bool, device=kinds.device)
+        return self.front_seen.to(kinds.device)[kinds]
+
+
+# -- The target model's forward over the nodes of a tree, after the tokens of the KV cache ---------
+#
+# Builds positions and mask, opens the cache's block and calls the model. This module knows models
+# and caches, but not drafting, acceptance or generation options.
+
+
+class Output(NamedTuple):
+    """Outputs of a forward.
+
+    Attributes:
+        tree: the forwarded tree without what was pruned.
+        logits: ``(batch, tokens, vocab)`` after each node with a token, or each requested one, in
+            the model's dtype.
+        hidden: ``(batch, nodes, features)`` hidden states of the forwarded nodes, those of probes
+            last; None if none are read.
+        result: the step's result if its :class:`VerifyProgram` was compiled, too; the accepted
+            nodes are then in the first slots after each row's tokens, and there are no logits.
+        drafted: what the step's :class:`DraftProgram` has found, if the same code ran it; there are
+            then no hidden states either.
+    """
+
+    tree: Tree
+    logits: Tensor
+    hidden: Tensor | None = None
+    result: StepResult | None = None
+    drafted: Sequence[Tensor] = ()
+
+    def read(self, reads: Reads, result: StepResult) -> Tensor | None:
+        """What a drafter reads of the forward, given its result; see :meth:`Drafter.advance`."""
+        hidden, tree = self.hidden, self.tree
+        if hidden is None or reads.tokens is None:
+            return None
+        if reads.tokens == "last":
+            return gather_hidden(hidden, result.last[:, None])[:, 0]
+        if reads.tokens == "committed":
+            return gather_hidden(hidden, result.path)
+        return gather_hidden(hidden, tree.probes_of(result.last)) if tree.num_probes else None
+
+
+@dataclass
+class ForwardContext:
+    """What changes to the model see of the running forward."""
+
+    tokens: int = 0  # nodes with tokens, which come first
+    probes: int = 0  # which follow
+    logits_at: Tensor | None = None  # (batch, n) nodes to compute logits for; None for all tokens
+    choose: Choose | None = None  # chooses which nodes to keep; None to keep all
+
+    def wanted(self, hidden: Tensor) -> Tensor:
+        """The states that logits are computed from."""
+        if self.logits_at is None:
+            # PyTorch's product copies the whole weight for each row of a part of a tensor.
+            return hidden[:, : self.tokens].contiguous()
+        return gather_hidden(hidden, self.logits_at)
+
+
+class Target:
+    """Runs ``model`` on trees; created once per ``generate()`` call.
+
+    Args:
+        model: the causal language model.
+        cache: the KV cache.
+        last_position: ``(batch,)`` larger positions are clamped to this one: deeper nodes exceed
+            the call's budget and are never accepted, but learned position tables are finite.
+        position_shift: ``(axes, batch)`` position of a new token minus the number of tokens before
+            it; None for 0, the value unless the caller passed position ids. One axis, but for a
+            model that rotates by several positions per token, which differ after an image; the
+            first one counts for windows.
+        model_kwargs: further arguments for the model's forward.
+        per_token: ``(batch, 1, ...)`` further arguments by name with one value per token.
+        probe_inputs: embeddings and states of the method's probes, if it has any.
+        reads: the hidden states to return, besides those of probes.
+        beside: the model that an assistant drafts for, see :class:`TreeAttention`.
+    """
+
+    #: Compiled code for its forwards, if they are compiled.
+    graphs: Graphs | None = None
+
+    def __init__(
+        self,
+        model: Any,
+        cache: TreeCache,
+        last_position: Tensor,
+        position_shift: Tensor | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        per_token: dict[str, Tensor] | None = None,
+        probe_inputs: ProbeInputs | None = None,
+        reads: Reads = NO_STATES,
+        beside: Any = None,
+    ):
+        self.model = model
+        self.cache = cache
+        self.attention = TreeAttention(model, beside=beside)
+        self._running = Running()
+        if cache.recurrent is not None:
+            tree_recurrences(model, self.attention.changes, self._running)
+        self.last_position = last_position[:, None]
+        none = torch.zeros_like(self.last_position)
+        shift = none[None] if position_shift is None else position_shift[:, :, None]
+        self.position_shift = shift[0]
+        #: ``(axes, batch, 1)`` what each rotary axis adds to the first; None if there is one.
+        self.axes = shift - shift[0] if len(shift) > 1 else None
+        given = model_kwargs or {}
+        self.model_kwargs = {**given, **only_logits(model, given)}
+        self.per_token = per_token or {}
+        self.takes_positions = "position_ids" in supported_kwargs(model, position_ids=True)
+        self.device, self.dtype = placement(model)
+        self.probe_inputs = probe_inputs
+        self.num_front = 0
+        self.reads = reads
+        self._changes = self.attention.changes
+        #: For models whose rotary frequencies follow the longest sequence.
+        self.rope = DynamicRope(model, self._changes) if rope_ends(model) else None
+        #: The same, with the changes that read hidden states and prune; created on first use.
+        self._watching: tuple[Changes, list[Tensor]] | None = None
+        self._context, self._prunes = ForwardContext(), False
+        self.probe_embeddings: Tensor | None = None
+        #: ``(kinds, slots)`` bool, which front slots each kind of probe sees.
+        self.front_seen: Tensor | None = None
+        if probe_inputs is not None:
+            self.probe_embeddings = bounded(probe_inputs.embeddings.to(self.device, self.dtype))
+            self.num_front = probe_inputs.num_front
+            if self.num_front:
+                cache.states.set_front(probe_inputs.front, Ranks(model).own_heads)
+                kinds = torch.arange(len(probe_inputs.embeddings), device=cache.lengths.device)
+                self.front_seen = probe_inputs.sees_front(kinds)
+
+    def __call__(
+        self,
+        tree: Tree,
+        first: int = 0,
+        pruning: Pruning | None = None,
+        changes: Changes | None = None,
+        logits_at: Tensor | None = None,
+        verify: VerifyProgram | None = None,
+        after: DraftProgram | None = None,
+    ) -> Output:
+        """Run the tree's nodes ``first ..``.
+
+        Args:
+            tree: the tree of each row; nodes before ``first`` were forwarded earlier in this step.
+            first: first node to forward.
+            pruning: drops nodes and their probes midway; not with ``first``.
+            changes: other changes to the model in this forward, such as skipped layers.
+            logits_at: ``(batch, n)`` forwarded nodes whose logits are needed, for prompts; such a
+                forward is not compiled and has none of the three before. None for all nodes.
+            verify: how the step ends; compiled code then does that, too. Not with ``first``.
+            after: what the same code does then if it is recorded.
+        """
+        front = self.num_front if tree.num_probes else 0
+        keys = self.cache.begin(tree, first, front > 0, plain=changes is None)
+        if pruning is not None and tree.num_tokens > 1:
+            return self._pruned(tree, keys, pruning)
+        if logits_at is None and self.rope is None:
+            return self.step(tree, first, keys, changes, verify, after)
+        return self.forward(Block.of(tree, slice(first, None)), keys, changes, logits_at)
+
+    def step(
+        self, tree: Tree, first: int, keys: int, changes: Changes | None,
+        verify: VerifyProgram | None, after: DraftProgram | None,
+    ) -> Output:  # fmt: skip
+        """:meth:`forward` of a tree's nodes ``first ..``; the arguments as of :meth:`__call__`."""
+        return self.forward(Block.of(tree, slice(first, None)), keys, changes)
+
+    def forward(
+        self, block: Block, keys: int, changes: Changes | None = None,
+        logits_at: Tensor | None = None,
+    ) -> Output:  # fmt: skip
+        """The whole forward over an open block, on tensors only, so that it can be traced.
+
+        Args:
+            keys: number of slots that attention sees, without the front slots.
+            changes, logits_at: see :meth:`__call__`.
+        """
+        tree, inputs = block.tree, self._inputs(block, keys)
+        if changes is not None:
+            return Output(tree, self._changes.run(changes.run, self.model, **inputs).logits)
+        if not self.reads_hidden(tree) and logits_at is None:
+            return Output(tree, self._changes.run(self.model, **inputs).logits)
+        watching, seen = self._watched(block.ids.shape[1], tree.num_probes, logits_at)
+        logits = watching.run(self.model, **inputs).logits
+        context = self._context
+        return Output(tree, logits, seen.pop()[:, : context.tokens + context.probes])
+
+    def reads_hidden(self, tree: Tree) -> bool:
+        """Whether hidden states of a tree are returned."""
+        return self.reads.nodes or tree.group is not None
+
+    @property
+    def prepared(self) -> int:
+        """Grows in steps that prepare later ones, and so take longer."""
+        return 0
+
+    def details(self) -> dict[str, Any]:
+        """Entries for ``SpecStats.details``."""
+        return {}
+
+    def _inputs(self, block: Block, keys: int) -> dict[str, Any]:
+        lengths, recurrent = self.cache.lengths, self.cache.recurrent
+        if recurrent is not None:
+            self._running.states = recurrent
+        positions = torch.minimum(
+            lengths[:, None] + self.position_shift + block.depths, self.last_position
+        )
+        no_keys = recurrent is not None and self.cache.states.is_empty
+        inputs: dict[str, Any] = {
+            **self.model_kwargs,
+            **{
+                name: value.expand(-1, positions.shape[1], *value.shape[2:])
+                for name, value in self.per_token.items()
+            },
+            "attention_mask": None if no_keys else self._mask(block, keys, positions),
+            CACHE: self.cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
+        if self.takes_positions:
+            on_axes = positions if self.axes is None else positions + self.axes
+            inputs["position_ids"] = on_axes.to(self.device)
+        ids = block.ids.to(self.device)
+        if not block.tree.num_probes:
+            return inputs | {"input_ids": ids}
+        embeddings = self.model.get_input_embeddings()(ids)
+        assert self.probe_embeddings is not None
+        learned = self.probe_embeddings[block.kinds.to(self.device)]
+        return inputs | embedded(self.model, torch.cat([embeddings, learned], dim=1), ids)
+
+    def _mask(self, block: Block, keys: int, positions: Tensor) -> Any:
+        """The mask of nodes at these positions ``(batch, n)``, as the model's attention takes it;
+        probes see the front slots, too, besides ``keys`` others."""
+        attention, cache, lengths = self.attention, self.cache, self.cache.lengths
+        # A window as wide as all that is there limits nothing.
+        kinds = {
+            kind: local if local is not None and local.size < keys else None
+            for kind, local in attention.locals.items()
+        }
+        front = cache.states.front if cache.block and cache.block.front else 0
+        learned, visible = None, block.visible
+        if front and self.front_seen is not None:
+            seen = self.front_seen[block.kinds.to(lengths.device)]
+            learned = seen.new_zeros((*positions.shape, front))
+            learned[:, -block.tree.num_probes :, front - self.num_front :] = seen
+        made: dict[Local | None, Tensor] = {}
+        at_queries = at_nodes = positions
+        if any(kinds.values()):
+            # Counted from each row's first token, whatever positions the caller gave.
+            at_queries = positions - self.position_shift
+            last = self.last_position - self.position_shift
+            at_nodes = torch.minimum(lengths[:, None] + block.tree.depths, last)
+        for local in dict.fromkeys(kinds.values()):
+            window = None if local is None else local.size
+            slots = Slots.of(cache.states, lengths, visible.shape[2], keys, window)
+            begin = None if local is None else first_near(local, at_queries)
+            made[local] = slots.mask(visible, lengths, attention.packs, begin, at_nodes, learned)
+        return attention.convert({kind: made[one] for kind, one in kinds.items()}, self.dtype)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Follow the cache, whose row ``i`` is now the former ``rows[i]``.
+
+        As in Transformers, a tensor among the model's inputs is per batch row if its first
+        dimension is the batch size.
+        """
+        batch = self.last_position.shape[0]
+
+        def own(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.ndim and value.shape[0] == batch:
+                return value[to_device(rows, value.device)]
+            return value
+
+        self.last_position, self.position_shift = own(self.last_position), own(self.position_shift)
+        self.model_kwargs = {name: own(value) for name, value in self.model_kwargs.items()}
+        self.per_token = {name: own(value) for name, value in self.per_token.items()}
+        if self.axes is not None:
+            self.axes = own(self.axes.transpose(0, 1)).transpose(0, 1)
+
+    def _pruned(self, tree: Tree, keys: int, pruning: Pruning) -> Output:
+        if self.reads.layers:
+            raise ValueError("a drafter that reads the states of layers cannot prune nodes.")
+        smaller, context = tree, self._context
+
+        def choose(hidden: Tensor) -> Tensor | None:
+            nonlocal smaller
+            likely = pruning.likely(hidden[:, : tree.num_tokens], tree.drafted)
+            found = keep_likely(tree, *likely)
+            if found is None:
+                return None
+            smaller, rows = found
+            self.cache.narrow(rows)
+            context.tokens, context.probes = smaller.num_tokens, smaller.num_probes
+            return rows
+
+        inputs = self._inputs(Block.of(tree), keys)
+        changes, seen = self._watched(tree.num_tokens, tree.num_probes)
+        if not self._prunes:
+            # After averaged exits, which must see the last layer's output first.
+            early_pruning(
+                self.model, changes, pruning.layer,
+                lambda hidden: None if context.choose is None else context.choose(hidden),
+            )  # fmt: skip
+            self._prunes = True
+        context.choose = choose
+        try:
+            logits = changes.run(self.model, **inputs).logits
+        finally:
+            context.choose = None  # break the reference cycle
+        return Output(smaller, logits, seen.pop()[:, : context.tokens + context.probes])
+
+    def _watched(
+        self, tokens: int, probes: int, logits_at: Tensor | None = None
+    ) -> tuple[Changes, list[Tensor]]:
+        """Changes for forwards that return more than logits, and the list of final states."""
+        context = self._context
+        context.tokens, context.probes, context.logits_at = tokens, probes, logits_at
+        if self._watching is None:
+            changes, inputs = Changes().update(self._changes), self.probe_inputs
+            if inputs is not None:
+                averaged_exits(self.model, changes, inputs.exits, lambda: context.tokens)
+                if inputs.update is not None:
+                    inputs.update.add_to(
+                        changes, lambda: (context.tokens + context.probes, context.probes)
+                    )
+            seen = captured(self.model, changes, self.reads.layers, context.wanted)
+            self._watching = changes, seen
+        return self._watching
+
+
+# -- Tokens appended to a ``TreeCache`` by chunks; their number may differ between rows ------------
+
+#: New tokens per forward; bounds the size of the explicit mask.
+CHUNK = 256
+
+#: The same with recurrent layers, some of whose rules hold a vector for each pair of tokens.
+RECURRENT_CHUNK = 64
+
+
+@dataclass
+class Prefilled:
+    """State after the prompt.
+
+    Attributes:
+        target: runs trees over ``target.cache``.
+        logits: ``(batch, vocab)`` after the last prompt token.
+        hidden: what the drafter reads of the prompt, see :meth:`Drafter.advance`; None if nothing.
+        following: of each row, the prompt's tokens after the first one whose state is read; none
+            where only the last one's is read.
+    """
+
+    target: Target
+    logits: Tensor
+    hidden: Tensor | None
+    following: list[list[int]]
+
+    def committed(self, result: StepResult) -> StepResult:
+        """The prompt as a result, given that of a step whose tree was the prompt's last token."""
+        device, rows = result.tokens.device, [[*row, 0] for row in self.following]
+        counts = to_device(list(map(len, rows)), device)
+        tokens = to_device(filled(rows), device).scatter(
+            1, counts[:, None] - 1, result.bonus[:, None]
+        )
+        path = torch.arange(tokens.shape[1], device=device).expand(len(rows), -1)
+        probes = torch.zeros_like(counts)
+        host = HostResult([range(len(row)) for row in rows], self.following, [0] * len(rows))
+        return StepResult(path, counts, tokens, probes, counts - 1, result.bonus, host)
+
+
+def append(target: Target, rows: list[list[int]]) -> Prefilled:
+    """Forward and keep new tokens after each row; their number may differ between rows.
+
+    Returns:
+        The outputs at the last tokens of the rows that have new tokens.
+    """
+    cache, device, reads = target.cache, target.cache.lengths.device, target.reads
+    at_once = CHUNK if cache.recurrent is None else RECURRENT_CHUNK
+    logits: dict[int, Tensor] = {}
+    hidden: dict[int, Tensor] = {}
+    chunks: list[Tensor] = []
+    for start in range(0, max(map(len, rows)), at_once):
+        parts = [row[start : start + at_once] for row in rows]
+        tokens = to_device(filled(parts), device)
+        last = to_device([max(len(part) - 1, 0) for part in parts], device)
+        ended = [row for row, new in enumerate(rows) if start < len(new) <= start + at_once]
+        output = target(Tree.chain(tokens), logits_at=last[:, None])
+        cache.commit([len(part) for part in parts])
+        logits |= {row: output.logits[row, 0] for row in ended}
+        states = output.hidden
+        if states is None:
+            continue
+        if reads.tokens == "last":
+            hidden |= {row: states[row, last[row]] for row in ended}
+        elif reads.tokens == "committed":
+            chunks.append(states)
+    stacked = _in_order(logits)
+    if chunks:
+        following = [row[1:] for row in rows]
+        return Prefilled(target, stacked, torch.cat(chunks, dim=1), following)
+    return Prefilled(target, stacked, _in_order(hidden) if hidden else None, [[]] * len(rows))
+
+
+def _in_order(by_row: dict[int, Tensor]) -> Tensor:
+    return torch.stack([by_row[row] for row in sorted(by_row)])

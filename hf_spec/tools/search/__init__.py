@@ -1,1 +1,0 @@
-"""``hf-spec search``: chooses the layers that drafting skips."""
