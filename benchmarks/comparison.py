@@ -40,7 +40,7 @@ def measure(
 
 def taus_by_size(adapters: dict[str, Path], args: argparse.Namespace) -> dict[str, float]:
     """tau of trees with so many draft tokens, by ``METHOD:SIZE``."""
-    names = [name for name in adapters if "num_draft_tokens" not in methods()[name].drafter.unused]
+    names = [name for name in adapters if "num_draft_tokens" not in methods()[name].declares.unused]
     always = {"drafting": "always", "lookup": False}
     sized = {
         f"{name}:{size}": {**always, "num_draft_tokens": size} for name in names for size in SIZES

@@ -37,6 +37,7 @@ if not _waits:
     from hf_spec.draft.drafter import Drafter
     from hf_spec.draft.options import AUTO as _AUTO
     from hf_spec.draft.options import DraftOptions
+    from hf_spec.draft.predictor import Predictor
     from hf_spec.draft.rollouts import RolloutHistory
     from hf_spec.methods.bita import BitaConfig
     from hf_spec.methods.dflash import DFlashConfig
@@ -97,6 +98,7 @@ __all__ = [
     "Method",
     "MtpConfig",
     "PPDConfig",
+    "Predictor",
     "ProPDConfig",
     "RolloutHistory",
     "SpaceConfig",

@@ -76,7 +76,7 @@ def family(strategy: str) -> Any:
     from hf_spec.methods.registry import get_method
 
     method = get_method(strategy)
-    return getattr(method.make, "func", method.make) or method.drafter.__base__
+    return getattr(method.make, "func", method.make) or method.declares.__base__
 
 
 def one_of_each_kind() -> list[str]:

@@ -13,7 +13,7 @@ from hf_spec.methods.registry import get_method
 
 
 def started(name: str, model: Any, rows: int = 1, **options: Any) -> Any:
-    """The drafter of a strategy after its start, for a batch of rows."""
+    """The predictor of a strategy after its start, for a batch of rows."""
     method = get_method(name)
     drafter = method.make_drafter(model, method.parse_options(options))
     state: Any = SimpleNamespace(
@@ -21,7 +21,7 @@ def started(name: str, model: Any, rows: int = 1, **options: Any) -> Any:
         target=SimpleNamespace(graphs=None), cache=TreeCache(1, rows, "cpu"),
     )  # fmt: skip
     drafter.start(state)
-    return drafter
+    return drafter.predictor
 
 
 def commit(

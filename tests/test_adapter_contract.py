@@ -34,7 +34,7 @@ from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import random_anchors
 from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches.modules import CACHE
-from hf_spec.predict.forward_drafter import ForwardDrafter
+from hf_spec.predict.network import LevelPredictor
 from hf_spec.tools.hub.card import write_card
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
@@ -52,7 +52,7 @@ CONFIGS |= {
 }
 NEEDED = [name for name, method in METHODS.items() if method.needs_adapter]
 #: Those whose adapters predict a certain number of future tokens.
-LIMITED = [name for name in NEEDED if not issubclass(METHODS[name].drafter, ForwardDrafter)]
+LIMITED = [name for name in NEEDED if not issubclass(METHODS[name].declares, LevelPredictor)]
 
 every_config = pytest.mark.parametrize(("name", "kind"), CONFIGS)
 

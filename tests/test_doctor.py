@@ -11,7 +11,6 @@ import hf_spec
 from hf_spec.adapters.loading import find_active
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.call import choose
-from hf_spec.predict.blocks import BlockDrafter
 from hf_spec.tools.bench.diagnosis import diagnose, supported
 from hf_spec.tools.bench.prompts import Prompt
 from hf_spec.tools.bench.runner import Session
@@ -66,11 +65,11 @@ def test_the_mask_of_an_imported_block_drafter_is_tried(monkeypatch, causal):
     model.add_adapter(hf_spec.DFlashConfig(num_layers=1, causal=causal))
 
     def propose(self, state):
-        (text,), right = state.tokens, self.network.config.causal != causal
+        (text,), right = state.tokens, self.predictor.network.config.causal != causal
         after = model(torch.tensor([text])).logits[0, -1].argmax()
         return Tree.chain(torch.stack([state.root[0], after if right else after ^ 1])[None])
 
-    monkeypatch.setattr(BlockDrafter, "propose", propose)
+    monkeypatch.setattr(hf_spec.Drafter, "propose", propose)
     given = model, tokenizer, [Prompt("def add(a, b):")], choose(model)
     measured, findings = diagnose(*given, {}, 16)
     word = f'"causal": {json.dumps(not causal)}'

@@ -39,8 +39,8 @@ from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import verify
 from hf_spec.methods.registry import Method, methods
 from hf_spec.modeling_patches.modules import CACHE
-from hf_spec.predict.forward_drafter import AutoregressiveDrafter, ForwardDrafter
-from hf_spec.predict.tree_drafter import ProbeDrafter, TreeDrafter
+from hf_spec.predict.network import LevelPredictor, NetworkPredictor
+from hf_spec.predict.table import ProbePredictor, TablePredictor
 
 #: What each method runs with; one without an entry runs its defaults.
 RUNS = {name: VARIANTS.get(name, Variants({"default": {}})) for name in methods()}
@@ -88,10 +88,10 @@ def runs_on(name: str, architecture: str) -> bool:
 
 def asks_for(name: str) -> str:
     """What a strategy asks of a model beside forwards of a tree."""
-    drafter = methods()[name].drafter
-    if issubclass(drafter, ProbeDrafter):
+    drafter = methods()[name].declares
+    if issubclass(drafter, ProbePredictor):
         return "probes"
-    return "states" if issubclass(drafter, (ForwardDrafter, TreeDrafter)) else "tokens or layers"
+    return "states" if issubclass(drafter, (LevelPredictor, TablePredictor)) else "tokens or layers"
 
 
 def back_ends(architecture: str) -> list[str]:
@@ -309,7 +309,9 @@ def test_candidates_for_stock_assisted_decoding(tiny: Tiny, name: str, variant: 
         assert candidates.shape[0] == 1 and candidates.dtype == ids.dtype
         assert candidates[:, : ids.shape[1]].tolist() == ids.tolist()
         assert (candidates.shape[1] > ids.shape[1]) == drafter.drafts
-        if isinstance(drafter, (TreeDrafter, AutoregressiveDrafter)):  # others may guess it wrong
+        if isinstance(
+            drafter.predictor, (TablePredictor, NetworkPredictor)
+        ):  # others may guess it wrong
             assert candidates[0, ids.shape[1]] == model(ids).logits[0, -1].argmax()
         drafter.update_candidate_strategy(candidates, None, 0)
 

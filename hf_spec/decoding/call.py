@@ -508,7 +508,7 @@ def _of_the_call(
         "wait for ever."
     )
     remedy = "Choose a strategy whose drafts run none, such as prompt_lookup."
-    waits = mode_kwargs.get("synced_gpus") and method.drafter.runs
+    waits = mode_kwargs.get("synced_gpus") and method.declares.runs
     yield waits, "synced_gpus", True, why, remedy
 
 

@@ -59,7 +59,7 @@ class DeviceStep:
         """
         state, drafter, graphs = self.state, self.strategy.drafter, self.state.target.graphs
         as_one = graphs is not None and not graphs.compiles  # all of a step is one record
-        rule = self.acceptance.program(tree, as_one, drafter.distances)
+        rule = self.acceptance.program(tree, as_one, drafter.depth)
         alone = graphs is None or drafter.outside is not None
         program = None if alone else drafter.program(state, tree, grows)
         inside = as_one and rule is not None
@@ -107,9 +107,7 @@ class DeviceStep:
             tree = Tree.of_shapes([shape] * state.batch_size, state.root.device)
             tree = tree.with_tokens(state.root[:, None].expand(-1, nodes))
             if probed:
-                tree = drafter.attach_probes(
-                    tree, [[drafter.distances] * probed] * state.batch_size
-                )
+                tree = drafter.attach_probes(tree, [[drafter.depth] * probed] * state.batch_size)
             root, other = state.root, 1 + (state.root == 1).long()
             # While the drafter pauses, there are plain steps and lookups.
             both = nodes == 1 or self.strategy.lookup
@@ -194,8 +192,11 @@ class Steps:
             return Tree.roots(state.root), False
         with self.watch.phase("draft"):
             tree = self.strategy.run(self._proposed)
-            chosen = policy.choose(tree, self.strategy.drafter, state.active, limits)
-            return chosen.within(limits), False
+            drafter = self.strategy.drafter
+            tree, probed = policy.choose(tree, state.active, limits, len(drafter.group))
+            if probed is not None:
+                tree = drafter.attach_probes(tree, (probed * drafter.depth).tolist())
+            return tree.within(limits), False
 
     def _proposed(self) -> Tree:
         """The draft trees, before the policy chooses among their nodes."""

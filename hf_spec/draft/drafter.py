@@ -1,40 +1,48 @@
-"""The interface between the loop and drafters: state in, trees out, feedback."""
+"""The drafter of a call: state in, trees out, feedback."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from hf_spec.core.device import to_device
 from hf_spec.core.pruning import Pruning
 from hf_spec.core.shapes import ProbeGroup, TokenTree
-from hf_spec.core.tree import Tree
+from hf_spec.core.tree import HostTree, Tree
 from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.draft.grow import GoesOn, grow, levels_of, ranked
 from hf_spec.draft.options import TREE_OPTIONS, DraftOptions
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import MakeTree, Predictor
+from hf_spec.draft.state import DecodeState, Grown
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.target.graphs import DraftProgram
 from hf_spec.target.hidden_states import Reads
 from hf_spec.target.target import ProbeInputs
 
-#: Drafting runs modules of the model, such as its output embeddings.
-MODULES = "modules"
-#: Drafting runs forwards of its own, also of a part of the model or of another one.
-FORWARDS = "forwards"
-#: Makes a static tree from the options and the number of distances that are drafted.
-MakeTree = Callable[[Any, int], TokenTree]
+#: Combinations of the rows' static trees whose tensors are cached.
+KEPT_STEPS = 256
+#: What a drafter has of its predictor.
+DECLARED = (
+    "reads", "trees", "unused", "can_sample", "policy_chooses", "runs", "probe_inputs", "group",
+    "depth", "drafting", "beside", "outside",
+)  # fmt: skip
 
 
 class Drafter(CandidateGenerator):
     """Proposes draft trees. One instance serves one ``generate()`` call.
 
-    A new one declares the hidden states that it ``reads``, and defines :meth:`advance` if it reads
+    With a :class:`Predictor`, trees grow from its predictions, and nothing is left to define. One
+    without declares the hidden states that it ``reads``, and defines :meth:`advance` if it reads
     any, :meth:`propose`, and :meth:`chain` for stock assisted decoding.
+
+    Args:
+        predictor: what trees grow from.
 
     Attributes:
         reads: the target's hidden states that :meth:`advance` gets.
@@ -49,7 +57,7 @@ class Drafter(CandidateGenerator):
         runs: what drafting runs: nothing, :data:`MODULES` or :data:`FORWARDS`.
         probe_inputs: the learned inputs of its probes, if it has any.
         group: the probes of a node; empty if there are none.
-        distances: tokens after the next one that they predict.
+        depth: tokens after the next one that they predict.
         drafting: changes to the model while it drafts; None if drafting does not run it.
         beside: modules beside the model that drafting runs, such as an assistant.
         outside: why drafting, or a part of it, is not in recorded or compiled code; None if it is.
@@ -66,22 +74,31 @@ class Drafter(CandidateGenerator):
     runs: ClassVar[str] = ""
     probe_inputs: ProbeInputs | None = None
     group: ProbeGroup = ProbeGroup.causal(0)
-    distances: int = 0
+    depth: int = 0
     drafting: Changes | None = None
     beside: Sequence[nn.Module] = ()
     outside: str | None = None
     pruning: Pruning | None = None
 
-    def __init__(self, model: PreTrainedModel, options: DraftOptions):
-        self.model = model
+    def __init__(
+        self, model: PreTrainedModel, options: DraftOptions, predictor: Predictor | None = None
+    ):
+        self.model, self.predictor = model, predictor
         self.options: Any = options  # of the method's own class
+        if predictor is not None:
+            self.__dict__.update({name: getattr(predictor, name) for name in DECLARED})
+        self._taken = 0  # nodes with tokens of the last step that drafted
+        self._next_trust: Sequence[float] = ()  # :attr:`trust` of trees that a program grows
+        #: This step's trees and their trust. Lookups may be merged into what is forwarded.
+        self._trees: tuple[HostTree, Sequence[float]] | None = None
+        self._static: dict[Hashable, tuple[list[TokenTree], Tree]] = {}
 
     @property
     def kind_of_forward(self) -> Hashable:
         """What its forwards need besides a tree. Each kind is checked and compiled once."""
-        inputs = self.probe_inputs
+        inputs, predictor = self.probe_inputs, self.predictor
         probes = inputs and (len(inputs.embeddings), inputs.num_front, inputs.exits)
-        return probes, self.reads, self.pruning and self.pruning.layer
+        return probes, self.reads, self.pruning and self.pruning.layer, predictor and predictor.kind
 
     def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
         """The step's trees with probes.
@@ -90,10 +107,13 @@ class Drafter(CandidateGenerator):
             tree: the draft tree of each sequence.
             ahead: number of distances to predict after each node, per sequence.
         """
-        return tree
+        return tree if self.predictor is None else self.predictor.attach_probes(tree, ahead)
 
     def start(self, state: DecodeState) -> None:
         """Called once, before the prompt's :meth:`advance`."""
+        if self.predictor is not None:
+            self.predictor.start(state)
+            self.outside = self.predictor.outside
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         """Called when tokens have been committed: after the prompt, whose tokens are then the
@@ -106,10 +126,31 @@ class Drafter(CandidateGenerator):
                 ``result.num_probes`` probes, with arbitrary values behind them. None if there is
                 nothing to read. Rows of finished sequences are arbitrary.
         """
+        if self.predictor is not None:
+            self.predictor.advance(result, hidden)
 
-    @abstractmethod
     def propose(self, state: DecodeState) -> Tree:
         """The draft trees of the next step; just the roots if there is nothing to draft."""
+        predictor = self.predictor
+        if predictor is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no predictor: give one, or define propose()."
+            )
+        tree = predictor.drafted(state)
+        if tree is not None:
+            return tree
+        depth = max(min(predictor.reach, state.max_depth), 0)
+        if predictor.static is not None:
+            return self._of_states(state, predictor, depth)
+        tree = self._grown(state, predictor, depth) if depth else _roots(state)
+        if predictor.exactly is None:
+            return tree
+        tree = tree.changed(whole=True)
+        if not predictor.per_distance:
+            return tree
+        assert tree.host is not None
+        ahead = ((tree.host.probs > 0) * self.depth).tolist()  # padding has no probability
+        return self.attach_probes(tree, ahead)
 
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
         """What recorded or compiled code does in place of :meth:`advance`, and ahead of
@@ -121,11 +162,41 @@ class Drafter(CandidateGenerator):
             tree: the step's trees.
             grows: whether trees of the next step are wanted.
         """
-        return None
+        predictor, graphs = self.predictor, state.target.graphs
+        if predictor is None or not predictor.ready(tree, grows):
+            return None
+        assert graphs is not None
+        count, depth, in_place = 0, 0, not graphs.compiles
+        if predictor.static is None:
+            # Those of the step after this one.
+            count, depth = predictor.num_grown(tree.num_tokens), predictor.num_levels(state, grows)
+        predictor.reserve(tree, depth)
+        buffers, changing, key = predictor.carried()
+        self._next_trust = predictor.trust or [0.0] * max(depth, 1)
+
+        def function(
+            tensors: Sequence[Tensor], result: StepResult, hidden: Tensor | None,
+            noise: Tensor | None,
+        ) -> tuple[Tensor, ...]:  # fmt: skip
+            *own, trust = tensors
+            traced, root = predictor.traced(own, in_place), result.bonus
+            traced.advance(result, hidden)
+            if noise is not None and traced.token_ids is not None:
+                noise = noise[..., traced.token_ids]
+            if traced.static is not None:
+                return _packed_states(traced, root), *traced.kept()
+            return _packed(traced, root, noise, trust, count, depth), *traced.kept()
+
+        inputs = [*changing, to_device(self._next_trust, state.root.device)]
+        key = "draft tree", key, count, depth, predictor.width, predictor.static, len(buffers)
+        results, reads = 1 + predictor.num_kept, predictor.reads_cache
+        return DraftProgram(key, buffers, inputs, function, depth, results, reads)
 
     def received(self, found: Sequence[Tensor], result: StepResult) -> None:
         """Called after a step with what its :meth:`program` has found, in place of
         :meth:`advance`."""
+        assert self.predictor is not None
+        self.predictor.received(found, result)
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         """Called after each step.
@@ -136,6 +207,14 @@ class Drafter(CandidateGenerator):
             result: what each sequence accepted, without what a stop cut off; nothing if it was
                 finished before. Its paths are of what pruning left of the tree.
         """
+        predictor, trees = self.predictor, self._trees
+        if predictor is None:
+            return
+        if trees is not None:
+            self._taken, self._trees = tree.num_tokens, None
+            if predictor.calibration is not None:
+                predictor.calibration.learn(*trees, result.tokens)
+        predictor.observe(state, tree, result)
 
     def select(self, rows: Sequence[int]) -> None:
         """Called between two steps when finished sequences have left the batch.
@@ -145,20 +224,83 @@ class Drafter(CandidateGenerator):
         Args:
             rows: batch row ``i`` is the former ``rows[i]``; each at most once, in any order.
         """
+        self._static.clear()
+        if self.predictor is not None:
+            self.predictor.select(rows)
 
     def release(self) -> list[Tensor]:
         """The buffers that compiled code of later calls may use, once the call is over."""
-        return []
+        return [] if self.predictor is None else self.predictor.release()
 
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``."""
-        return {}
+        return {} if self.predictor is None else self.predictor.details()
+
+    # -- trees -------------------------------------------------------------------------------
+
+    def _grown(self, state: DecodeState, predictor: Predictor, depth: int) -> Tree:
+        """The step's trees: those that a program has grown, or new ones."""
+        grown, trust = state.grown, self._next_trust
+        if grown is None:
+            trust = predictor.trust
+            grown = Grown(self._grow(state, predictor, depth, trust), kept=predictor.kept())
+        tree, host = state.received(grown)
+        self._trees = host, trust
+        predictor.proposed(state.root, grown.kept)
+        return tree
+
+    def _grow(
+        self, state: DecodeState, predictor: Predictor, depth: int, trust: Sequence[float]
+    ) -> Tensor:
+        """New trees, packed."""
+        predictor.catch_up(state)
+        depth, goes_on = predictor.limits(state, depth)
+        noise = None
+        if state.noise is not None and predictor.weighs and depth:
+            noise = state.noise.ahead(depth, predictor.token_ids)
+        count = predictor.num_grown(self._taken)
+        packed = _packed(predictor, state.root, noise, trust, count, depth, goes_on)
+        state.stats.num_draft_forwards += predictor.forwards
+        predictor.forwards = 0
+        return packed
+
+    def _of_states(self, state: DecodeState, predictor: Predictor, depth: int) -> Tree:
+        """The static trees of the rows' states, no deeper than this, with tokens and probes."""
+        states, grown = predictor.static, state.grown
+        assert states is not None
+        trees = [states.states[min(n, states.max_probes)] for n in predictor.num_predicted]
+        if grown is None:  # else tokens are of whole trees
+            trees = [one.truncate(depth) for one in trees]
+        key, device = tuple(trees), str(state.root.device)
+        if key not in self._static:
+            if len(self._static) == KEPT_STEPS:
+                self._static.pop(next(iter(self._static)))
+            alone = [one.tree for one in trees]
+            empty = Tree.of_shapes(alone, device)
+            self._static[key] = alone, self.attach_probes(empty, [one.probes for one in trees])
+        alone, empty = self._static[key]
+        if empty.num_tokens == 1:
+            return empty.with_tokens(state.root[:, None])
+        if grown is not None:
+            drafted = grown.packed.chunk(4, dim=1)[2][:, 1 : empty.num_tokens]
+            return empty.with_tokens(torch.cat([state.root[:, None], drafted.long()], 1))
+        deepest = empty.max_depth
+        chosen = predictor.chosen(state, deepest)
+        if chosen is not None:
+            return empty.with_tokens(*chosen)
+        width = 1 + max(max(tree.ranks) for tree in alone)
+        levels = predictor.levels(state.root, deepest, width, None)
+        return empty.with_tokens(
+            ranked(levels, levels_of(tuple(alone), device), deepest, state.root)
+        )
 
     # -- stock assisted decoding, at batch size 1 ----------------------------------------------
 
-    @abstractmethod
     def chain(self, input_ids: Tensor) -> list[int]:
         """The likeliest tokens after a sequence, ``(1, seq)`` without padding."""
+        if self.predictor is None:
+            raise NotImplementedError(f"{type(self).__name__} does not define chain()")
+        return self.predictor.chain(input_ids)
 
     @torch.no_grad()
     def get_candidates(
@@ -173,3 +315,37 @@ class Drafter(CandidateGenerator):
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
     ) -> None:
         """Stock decoding reports matches here."""
+
+
+def _packed(
+    predictor: Predictor, root: Tensor, noise: Tensor | None, trust: Sequence[float] | Tensor,
+    count: int, depth: int, goes_on: GoesOn | None = None,
+) -> Tensor:  # fmt: skip
+    """Trees that grow from predictions, packed; the arguments as of :func:`grow` and
+    :meth:`Predictor.levels`."""
+    levels = predictor.levels(root, depth, count, noise)
+    packed = grow(levels, root, count, depth, trust, predictor.width, goes_on)
+    predictor.finish()
+    return packed
+
+
+def _packed_states(predictor: Predictor, root: Tensor) -> Tensor:
+    """The static trees of the rows' states, packed."""
+    states, known = predictor.static, predictor.num_predicted
+    assert states is not None
+    if not isinstance(known, Tensor):
+        known = torch.full_like(root, predictor.depth)
+    trees = tuple(one.tree for one in states.states)
+    deepest, index = max(tree.max_depth for tree in trees), known.clamp(max=states.max_probes)
+    parents, depths, ranks = (part[index] for part in levels_of(trees, str(root.device)))
+    levels = predictor.levels(root, deepest, 1 + states.max_rank, None)
+    tokens = ranked(levels, (parents, depths, ranks), deepest, root)
+    return Tree.packed(parents, depths, tokens, torch.zeros(tokens.shape, device=root.device))
+
+
+def _roots(state: DecodeState) -> Tree:
+    """The roots alone, which the device has already."""
+    zeros = np.zeros((state.batch_size, 1), np.int64)
+    tokens = np.array([row[-1:] for row in state.tokens])
+    host = HostTree(zeros + 1.0, zeros, zeros, tokens)
+    return Tree.roots(state.root).changed(host=host, ranked=True)

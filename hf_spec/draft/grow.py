@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from hf_spec.core.device import to_device
 from hf_spec.core.memory import locked
-from hf_spec.core.tree import HostTree, Tree
+from hf_spec.core.shapes import TokenTree
+from hf_spec.core.tree import HostTree, Tree, filled
+from hf_spec.target.hidden_states import gather_hidden
 
 # -- Growing the likeliest draft tree, level by level, from what a drafter expands nodes with ------
 #
@@ -65,9 +67,14 @@ class Expands(Protocol):
         """The children of a frontier's nodes; None if the tree can be no deeper."""
 
 
+#: Whether a tree goes on after a frontier.
+GoesOn = Callable[[Frontier], bool]
+
+
 def grow(
     source: Expands, root: Tensor, count: int, depth: int,
     trust: Sequence[float] | Tensor | None = None, expanded: int | None = None,
+    goes_on: GoesOn | None = None,
 ) -> Tensor:  # fmt: skip
     """The ``count`` likeliest paths of every row as a tree, likeliest first.
 
@@ -81,6 +88,7 @@ def grow(
         depth: depth of the deepest draft token; 0 for the roots alone.
         trust: per depth, a term added to the log-probabilities.
         expanded: number of nodes of each level that are expanded, its likeliest; None for all.
+        goes_on: whether to expand a frontier; None: always.
 
     Returns:
         :meth:`Tree.packed`, which :meth:`Tree.unpacked` reads.
@@ -94,7 +102,10 @@ def grow(
     for level in range(depth):
         path, tokens = levels[-1][0][:, :expanded], levels[-1][2][:, :expanded]
         where = choices[:, :expanded], above[:, :expanded]
-        children = source.expand(Frontier(level, tokens, path, *where))
+        frontier = Frontier(level, tokens, path, *where)
+        if goes_on is not None and not goes_on(frontier):
+            break
+        children = source.expand(frontier)
         if children is None:
             break
         given, width = children.log_probs, children.log_probs.shape[-1]
@@ -124,6 +135,47 @@ def grow(
     above = number.gather(1, parents.gather(1, order).clamp(min=0))
     depths = _depths(tuple(part[0].shape[1] for part in levels), str(device))[order]
     return Tree.packed(above, depths, tokens.gather(1, order), best).to(root.device)
+
+
+def ranked(source: Expands, shapes: Sequence[Tensor], deepest: int, root: Tensor) -> Tensor:
+    """Tokens of the nodes of given trees: a node of rank r gets the r-th likeliest token.
+
+    Args:
+        source: expands nodes, wider than the largest rank.
+        shapes: the tree of each row, see :func:`levels_of`.
+        deepest: depth of the deepest node.
+        root: ``(batch,)``
+
+    Returns:
+        ``(batch, nodes)`` int64; arbitrary tokens on the padding of smaller trees.
+    """
+    parents, depths, ranks = shapes
+    tokens = root[:, None].expand(parents.shape)
+    choices, paths = torch.zeros_like(parents), torch.zeros(parents.shape, device=root.device)
+    for depth in range(deepest):  # level by level, of all nodes
+        found = source.expand(Frontier(depth, tokens, paths, choices, parents))
+        assert found is not None
+        order = found.log_probs.argsort(stable=True, dim=-1, descending=True)
+        parents, depths, ranks, tokens, choices, paths = (
+            part.to(order.device) for part in (parents, depths, ranks, tokens, choices, paths)
+        )
+        order = order.expand(-1, parents.shape[1], -1)  # of all nodes, where they are alike
+        chosen = gather_hidden(order, parents).gather(2, ranks[:, :, None])
+        after = gather_hidden(found.tokens.expand(order.shape), parents).gather(2, chosen)
+        here = depths == depth + 1
+        tokens = torch.where(here, after[:, :, 0], tokens)
+        choices = torch.where(here, chosen[:, :, 0], choices)
+    return tokens.to(root.device)
+
+
+@lru_cache(maxsize=1024)
+def levels_of(trees: tuple[TokenTree, ...], device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Parents, depths and ranks of the nodes of trees, ``(trees, nodes)``; padding has 0."""
+    parents, depths, ranks = (
+        filled([[max(n, 0) for n in getattr(tree, name)] for tree in trees])
+        for name in ("parents", "depths", "ranks")
+    )
+    return to_device(parents, device), to_device(depths, device), to_device(ranks, device)
 
 
 def extended(block: Tree | None, frontier: Frontier) -> tuple[Tree, int]:
@@ -168,7 +220,7 @@ def _depths(sizes: tuple[int, ...], device: str) -> Tensor:
     return to_device(depths, device)
 
 
-# -- Calibration of predicted probabilities, learned while decoding, and when it says to stop ------
+# -- Calibration of predicted probabilities, learned while decoding --------------------------------
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -176,8 +228,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 ALPHA, GUESSED = 1 / 256, 8.0
 #: Bounds of the factors; far outside, predictions carry no information.
 LEAST, MOST = 0.02, 4.0
-#: Steps without drafting until one drafts although that does not seem to pay, as the text changes.
-AGAIN = 64
 
 
 @dataclass
@@ -247,54 +297,3 @@ class Calibration:
             if not hit:
                 return
             node = hit[0]
-
-
-class DraftExit:
-    """Decides when a drafter that runs a forward for each level of a tree stops: by what the next
-    level brings and costs. One object serves all calls on a model, in all threads.
-
-    Args:
-        depth: depth of the deepest draft token.
-    """
-
-    def __init__(self, depth: int):
-        self.calibration = Calibration(depth)
-        self._idle = 0
-
-    @locked
-    def due(self) -> bool:
-        """Whether this step should draft although it does not seem to pay, which is rare."""
-        self._idle = (self._idle + 1) % AGAIN
-        return not self._idle
-
-    def is_worth(
-        self, distance: int, paths: Sequence[float], cost: float, present: Sequence[float] = ()
-    ) -> bool:
-        """Whether to draft the tokens at a distance.
-
-        Args:
-            distance: the distance, from 1.
-            paths: probability of each sequence that all tokens before are accepted; 0 if it is
-                finished.
-            cost: tokens that the forward must bring.
-            present: probability of each sequence that a draft token at this distance is already in
-                the tree and accepted.
-        """
-        rate = self.calibration.rate(distance)
-        present = present or [0.0] * len(paths)
-        return sum(max(path * rate - prob, 0.0) for path, prob in zip(paths, present)) > cost
-
-    def levels(self, most: int, rows: int, cost: float) -> int:
-        """How many levels to draft, by how often draft tokens at each distance were right.
-
-        Args:
-            most: levels that there may be.
-            rows: sequences that are not finished.
-            cost: tokens that the forward of a level must bring.
-        """
-        path = 1.0
-        for distance in range(1, most + 1):
-            if not self.is_worth(distance, [path] * rows, cost):
-                return distance - 1
-            path *= self.calibration.rate(distance)
-        return most

@@ -15,8 +15,7 @@ from hf_spec.core.device import bucket
 from hf_spec.core.memory import locked
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Tree
-from hf_spec.draft.drafter import Drafter
-from hf_spec.draft.grow import Array
+from hf_spec.draft.grow import Array, Calibration, Frontier, GoesOn
 
 # --------------------------------------------------------------------------------------------------
 # What drafting may cost, and when something that did not pay is tried again. Knows only numbers.
@@ -427,6 +426,93 @@ def ends(probs: Array, parents: Array) -> Array:
     return ended
 
 
+# -- How many draft tokens are grown, and how deep ------------------------------------------------
+
+#: Steps without drafting until one drafts although that does not seem to pay, as the text changes.
+AGAIN = 64
+#: Number of draft tokens grown for the policy to choose from: mostly, and after a step that has
+#: taken so many.
+FEWEST, MOST = 15, 63
+#: The same where each level takes a forward.
+GROWN = 32
+
+
+def num_grown(taken: int) -> int:
+    """Number of draft tokens to grow after a step with so many nodes with tokens."""
+    return MOST if taken > FEWEST else FEWEST
+
+
+class DraftExit:
+    """Decides when a drafter that runs a forward for each level of a tree stops: by what the next
+    level brings and costs. One object serves all calls on a model, in all threads.
+
+    Args:
+        depth: depth of the deepest draft token.
+    """
+
+    def __init__(self, depth: int):
+        self.calibration = Calibration(depth)
+        self._idle = 0
+
+    @locked
+    def due(self) -> bool:
+        """Whether this step should draft although it does not seem to pay, which is rare."""
+        self._idle = (self._idle + 1) % AGAIN
+        return not self._idle
+
+    def is_worth(
+        self, distance: int, paths: Sequence[float], cost: float, present: Sequence[float] = ()
+    ) -> bool:
+        """Whether to draft the tokens at a distance.
+
+        Args:
+            distance: the distance, from 1.
+            paths: probability of each sequence that all tokens before are accepted; 0 if it is
+                finished.
+            cost: tokens that the forward must bring.
+            present: probability of each sequence that a draft token at this distance is already in
+                the tree and accepted.
+        """
+        rate = self.calibration.rate(distance)
+        present = present or [0.0] * len(paths)
+        return sum(max(path * rate - prob, 0.0) for path, prob in zip(paths, present)) > cost
+
+    def levels(self, most: int, rows: int, cost: float | None, per_level: bool = True) -> int:
+        """How many levels pay, by how often draft tokens at each distance were right.
+
+        Args:
+            most: levels that there may be.
+            rows: sequences that are not finished.
+            cost: tokens that the forward of a level must bring; None while unknown, as if all pay.
+            per_level: whether each level takes a forward, or the first one makes all.
+        """
+        found, path = most, 1.0
+        for distance in range(1, most + 1):
+            if cost is None:
+                break
+            if not self.is_worth(distance, [path] * rows, cost):
+                found = distance - 1
+                break
+            path *= self.calibration.rate(distance)
+        if found and not per_level:
+            found = most
+        return found or int(self.due())
+
+    def goes_on(self, active: Sequence[bool], cost: float, per_level: bool = True) -> GoesOn:
+        """Decides whether the level after a frontier pays, by its probabilities; the arguments as
+        of :meth:`levels`, but for the rows that are unfinished."""
+
+        def goes_on(frontier: Frontier) -> bool:
+            if frontier.depth and not per_level:
+                return True
+            chances = frontier.log_probs.exp().sum(-1).tolist()
+            paths = [chance * on for chance, on in zip(chances, active)]
+            worth = self.is_worth(frontier.depth + 1, paths, cost)
+            return worth or not frontier.depth and self.due()
+
+        return goes_on
+
+
 # -- Decides how much to draft in each step: draft tokens, probes, or a plain step -----------------
 #
 # The value of a step is its expected number of tokens, 1 plus the sum of the draft tokens'
@@ -509,30 +595,31 @@ class StepPolicy:
 
     @locked
     def choose(
-        self, tree: Tree, drafter: Drafter, active: Sequence[bool], limits: Sequence[int]
-    ) -> Tree:
-        """Reduce the trees to the draft tokens that the step takes, and attach probes.
+        self, tree: Tree, active: Sequence[bool], limits: Sequence[int], group: int = 0
+    ) -> tuple[Tree, Array | None]:
+        """Reduce the trees to the draft tokens that the step takes.
 
         Args:
             tree: the proposed trees; unchanged if they are to be forwarded whole, their
                 probabilities are unknown, or nothing may depend on time.
-            drafter: attaches probes.
             active: unfinished rows.
             limits: depth of the deepest draft token that each row can use.
+            group: number of probes under a node that has them.
+
+        Returns:
+            The trees, and ``(batch, nodes)`` bool, the nodes that get probes; None if none does.
         """
         host, self._drafts = tree.host, True
         if host is None or not tree.ranked or tree.whole or not self.enabled:
-            return tree
+            return tree, None
         deep = np.where(active, limits, -1)[:, None]
         probs = np.where(host.depths <= deep, host.probs, 0.0)
-        group = 0 if self.paused else len(drafter.group)
-        plan = self._best(probs, host.parents, group)
+        plan = self._best(probs, host.parents, 0 if self.paused else group)
         tree = tree.likeliest(plan.drafted)
         if not plan.probed:
-            return tree
+            return tree, None
         nodes = tree.num_tokens
-        probed = best_ends(probs[:, :nodes], host.parents[:, :nodes], plan.probed)
-        return drafter.attach_probes(tree, (probed * drafter.distances).tolist())
+        return tree, best_ends(probs[:, :nodes], host.parents[:, :nodes], plan.probed)
 
     def _best(self, probs: Array, parents: Array, group: int) -> Plan:
         """The plan of the largest value; ``probs`` are of paths, likeliest first, ``group`` is the

@@ -22,7 +22,7 @@ from hf_spec.draft.options import CHAIN, DraftOptions
 from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.weights import input_features
 from hf_spec.predict.losses import Ahead, future_losses, mean_loss
-from hf_spec.predict.tree_drafter import ProbeDrafter, chain_tree
+from hf_spec.predict.table import ProbePredictor, chain_tree
 from hf_spec.target.sequences import computed_states, probe_sequences
 from hf_spec.target.target import ProbeInputs
 
@@ -164,7 +164,7 @@ def top_k_tree(options: BitaOptions, depth: int) -> TokenTree:
     return TokenTree.from_paths(paths)
 
 
-class BitaDrafter(ProbeDrafter):
+class BitaPredictor(ProbePredictor):
     """Trees of the mask tokens' likeliest tokens."""
 
     trees = {
@@ -176,7 +176,7 @@ class BitaDrafter(ProbeDrafter):
     def __init__(self, model: Any, options: BitaOptions, adapter: Adapter):
         super().__init__(model, options, adapter, adapter.config.num_mask_tokens)
         weights = adapter.tensors()
-        used = {**weights, "masks": weights["masks"][: self.distances]}
+        used = {**weights, "masks": weights["masks"][: self.depth]}
         self.probe_inputs = probe_inputs(model, used)
 
     def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
@@ -191,7 +191,7 @@ METHOD = Method(
     name="bita",
     summary="learned mask tokens predict the next tokens in the verifying forward",
     options=BitaOptions,
-    drafter=BitaDrafter,
+    predictor=BitaPredictor,
     adapter_config=BitaConfig,
     adapter_module=BitaAdapter,
     objective=loss,

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from hf_spec.draft.options import DraftOptions
 from hf_spec.methods.registry import Method
-from hf_spec.predict.blocks import BlockAdapter, BlockConfig, BlockDrafter
+from hf_spec.predict.blocks import BlockAdapter, BlockConfig, BlockPredictor
 from hf_spec.predict.losses import block_loss
 
 
@@ -25,7 +25,7 @@ METHOD = Method(
     name="dflash",
     summary="a small decoder predicts a block of tokens in one forward",
     options=DraftOptions,
-    drafter=BlockDrafter,
+    predictor=BlockPredictor,
     adapter_config=DFlashConfig,
     adapter_module=BlockAdapter,
     objective=block_loss,

@@ -26,9 +26,8 @@ from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.modeling_patches.shared_kv import shared_kv_sources, takes_shared_kv, with_given_masks
 from hf_spec.modeling_patches.support import check_model
 from hf_spec.modeling_patches.weights import input_features, placement, vocabulary
-from hf_spec.predict.forward_drafter import ForwardDrafter, GrowOptions
+from hf_spec.predict.network import GrowOptions, LevelPredictor
 from hf_spec.target.compiled import PARTS, CompiledTarget
-from hf_spec.target.graphs import DraftProgram
 from hf_spec.target.hidden_states import Reads, captured, gather_hidden, supported_kwargs
 from hf_spec.target.target import Slots, Target, append
 
@@ -38,7 +37,7 @@ from hf_spec.target.target import Slots, Target, append
 PADDING = 1024
 
 
-class AssistantDrafter(ForwardDrafter):
+class AssistantPredictor(LevelPredictor):
     """An assistant model drafts.
 
     Args:
@@ -51,7 +50,7 @@ class AssistantDrafter(ForwardDrafter):
     options: GrowOptions
 
     def __init__(self, model: Any, options: GrowOptions, assistant: Any):
-        super().__init__(model, options, ("draft_model", key_of(options)), owner=assistant)
+        super().__init__(model, options, ("draft_model", key_of(options)))
         if not hasattr(assistant, "get_input_embeddings"):
             raise ValueError(
                 f"assistant_model={assistant!r}: give a loaded model, such as "
@@ -64,7 +63,7 @@ class AssistantDrafter(ForwardDrafter):
                 "--output drafter/"
             )
         _check_tokenizer(model, assistant)
-        self.assistant, self.beside = assistant, (assistant,)
+        self.assistant, self.owner, self.beside = assistant, assistant, (assistant,)
         known, wanted = vocabulary(assistant), vocabulary(model)
         #: Tokens that both models have.
         self.shared = min(known, wanted)
@@ -122,14 +121,15 @@ class Seen(NamedTuple):
     positions: Tensor
 
 
-class SharedKVDrafter(AssistantDrafter):
+class SharedKVPredictor(AssistantPredictor):
     """An assistant drafts from the model's keys, values and final states.
 
     Raises:
-        ValueError: see :class:`AssistantDrafter`; or the assistant is not one for this model.
+        ValueError: see :class:`AssistantPredictor`; or the assistant is not one for this model.
     """
 
     reads = Reads("last")
+    reads_cache = True
 
     def __init__(self, model: Any, options: GrowOptions, assistant: Any):
         super().__init__(model, options, assistant)
@@ -156,15 +156,10 @@ class SharedKVDrafter(AssistantDrafter):
             cache, lengths, shift = self._given
             self._seen = self._see(cache, lengths + result.counts, cache.capacity, shift)
 
-    def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
-        if not grows:
-            return None
-        levels = self.num_levels(state)
+    def reserve(self, tree: Tree, levels: int) -> None:
         self._target.reserve(tree)
-        program = self.grows(state, tree, self.num_grown, levels, self.width)
-        return program._replace(reads_cache=True)
 
-    def carried(self, tree: Tree) -> tuple[list[Tensor], list[Tensor], Hashable]:
+    def carried(self) -> tuple[list[Tensor], list[Tensor], Hashable]:
         target = self._target
         changing = [target.cache.lengths, target.position_shift]
         return target.cache.tensors(), changing, (self._kind, target.cache.layout)
@@ -256,11 +251,11 @@ class SharedKVDrafter(AssistantDrafter):
 # -- An assistant that reads the text itself, as any causal language model does --------------------
 
 
-class DraftModelDrafter(AssistantDrafter):
+class DraftModelPredictor(AssistantPredictor):
     """An assistant model drafts, with a KV cache of its own.
 
     Raises:
-        ValueError: see :class:`AssistantDrafter`; or the assistant cannot run trees.
+        ValueError: see :class:`AssistantPredictor`; or the assistant cannot run trees.
     """
 
     per_row = ("_logits",)
@@ -374,8 +369,8 @@ class DraftModelDrafter(AssistantDrafter):
 # that grow level by level as in EAGLE-2 (Li et al., 2024, section 4.1).
 
 
-def make(model: Any, options: GrowOptions, assistant: Any) -> AssistantDrafter:
-    """The drafter for an assistant: by what its forward takes.
+def make(model: Any, options: GrowOptions, assistant: Any) -> AssistantPredictor:
+    """The predictor for an assistant: by what its forward takes.
 
     Raises:
         ValueError: the assistant is none, or none that drafts for this model.
@@ -388,14 +383,14 @@ def make(model: Any, options: GrowOptions, assistant: Any) -> AssistantDrafter:
         )
     assistant = unwrapped(assistant)
     shares = hasattr(assistant, "forward") and takes_shared_kv(assistant)
-    return (SharedKVDrafter if shares else DraftModelDrafter)(model, options, assistant)
+    return (SharedKVPredictor if shares else DraftModelPredictor)(model, options, assistant)
 
 
 METHOD = Method(
     name="draft_model",
     summary="a smaller model with the same tokenizer drafts: generate(assistant_model=...)",
     options=GrowOptions,
-    drafter=DraftModelDrafter,
+    predictor=DraftModelPredictor,
     needs_assistant=True,
     make=make,
 )

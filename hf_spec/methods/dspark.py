@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from hf_spec.draft.options import DraftOptions
 from hf_spec.methods.registry import Method
-from hf_spec.predict.blocks import BlockAdapter, BlockConfig, BlockDrafter
+from hf_spec.predict.blocks import BlockAdapter, BlockConfig, BlockPredictor
 from hf_spec.predict.losses import block_loss
 
 
@@ -29,7 +29,7 @@ METHOD = Method(
     name="dspark",
     summary="a block predicted in one forward, and a Markov head that chains its tokens",
     options=DraftOptions,
-    drafter=BlockDrafter,
+    predictor=BlockPredictor,
     adapter_config=DSparkConfig,
     adapter_module=BlockAdapter,
     objective=block_loss,

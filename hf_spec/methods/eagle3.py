@@ -17,21 +17,21 @@ from hf_spec.adapters.config import VOCABULARY, vocab_size
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import setting
 from hf_spec.core.tree import Tree
+from hf_spec.draft.draft_cache import Rows
 from hf_spec.draft.grow import Frontier
 from hf_spec.draft.options import key_of
 from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.weights import device_of, input_features, output_features
 from hf_spec.predict.decoder import Decoder, DecoderConfig, DecoderNetwork
-from hf_spec.predict.draft_cache import Rows
-from hf_spec.predict.forward_drafter import (
-    AutoregressiveDrafter,
+from hf_spec.predict.losses import ChainConfig, chain_loss
+from hf_spec.predict.markov import DraftVocabulary, check_tokens
+from hf_spec.predict.network import (
     DraftNetwork,
     GrowOptions,
     MaskRows,
+    NetworkPredictor,
 )
-from hf_spec.predict.losses import ChainConfig, chain_loss
-from hf_spec.predict.markov import DraftVocabulary, check_tokens
 from hf_spec.target.hidden_states import Reads
 
 #: What changes the numbers, and no shapes but those of the norms.
@@ -185,7 +185,7 @@ class Eagle3Options(GrowOptions):
     width: int = 8
 
 
-class Eagle3Drafter(AutoregressiveDrafter):
+class Eagle3Predictor(NetworkPredictor):
     """Trees of the adapter's decoder.
 
     With a mask token, rows of it draft the tokens at all distances in one forward ("P-EAGLE:
@@ -229,7 +229,7 @@ METHOD = Method(
     name="eagle3",
     summary="a small decoder on the model's hidden states drafts token by token (EAGLE-3)",
     options=Eagle3Options,
-    drafter=Eagle3Drafter,
+    predictor=Eagle3Predictor,
     adapter_config=Eagle3Config,
     adapter_module=Eagle3Adapter,
     objective=loss,

@@ -1,8 +1,9 @@
 """``layer_skip``: the model drafts with some of its layers (Draft & Verify)."""
 
-from collections.abc import Hashable, Sequence
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,9 +27,10 @@ from hf_spec.core.memory import locked, recall
 from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import Row, Tree
 from hf_spec.core.verify import HostResult, sample
-from hf_spec.draft.drafter import FORWARDS
-from hf_spec.draft.grow import Children, DraftExit, Frontier, grow
+from hf_spec.draft.grow import Children, Frontier, GoesOn
 from hf_spec.draft.options import AUTO, DraftOptions, key_of, samples_drafts
+from hf_spec.draft.policy import DraftExit
+from hf_spec.draft.predictor import FORWARDS, Predictor
 from hf_spec.draft.state import DecodeState
 from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.low_rank import MergedCopies
@@ -38,7 +40,6 @@ from hf_spec.modeling_patches.skipping import LayerSkipper
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.predict.losses import Ahead, mean_loss, own_predictions, prediction_losses
 from hf_spec.predict.table import distribution
-from hf_spec.predict.tree_drafter import GrowingDrafter
 from hf_spec.target.hidden_states import model_logits
 from hf_spec.target.noise import as_sampled
 from hf_spec.target.sequences import probe_sequences
@@ -288,55 +289,61 @@ def loss(model: Any, adapter: Any, batch: TrainingBatch) -> dict[str, Tensor]:
 RANKS = 3
 
 
-class LayerSkipDrafter(GrowingDrafter):
-    """Drafts token by token with the chosen sublayers left out."""
+class LayerSkipPredictor(Predictor):
+    """Predicts token by token with the chosen sublayers left out."""
 
     can_sample = True
     unused = ("tree", "max_depth")
+    width = 1
     runs = FORWARDS
     outside = "what a drafting forward says decides whether there is another"
     options: LayerSkipOptions
     drafting: Changes
+    exit: ThresholdExit
 
     def __init__(self, model: Any, options: LayerSkipOptions):
         super().__init__(model, options)
+        self.depth = options.most
         attention, mlp, adapter = _choice(model, options)
         self.drafting = LayerSkipper(model, attention, mlp).changes
         update = None if adapter is None else adapter.update
         self.learned = None if update is None else MergedCopies(update, self.drafting)
         name = None if adapter is None else adapter.name
-        self._key = "layer_skip", name, tuple(attention), tuple(mlp), key_of(options)
-        self._left_out = tuple(attention), tuple(mlp), adapter is not None
-        self.exit = recall(model, self._key, lambda: ThresholdExit(options))
+        self.key = "layer_skip", name, tuple(attention), tuple(mlp), key_of(options)
+        self.kind = tuple(attention), tuple(mlp), adapter is not None
+        self.exit = recall(model, self.key, lambda: ThresholdExit(options))
         self._lengths: list[int] | None = None  # of this step's chains
         self.policy_chooses = options.draft_exit == POLICY
 
-    @property
-    def kind_of_forward(self) -> Hashable:
-        return super().kind_of_forward, self._left_out
-
     def start(self, state: DecodeState) -> None:
         if state.do_sample:  # other drafts are right
-            key = *self._key, "sampled"
+            key = *self.key, "sampled"
             self.exit = recall(self.model, key, lambda: ThresholdExit(self.options))
-        self.calibration = self.exit.calibration
         graphs = state.target.graphs
         if graphs is not None and self.learned is not None:
             graphs.hold(self.learned.weights.values())
 
-    def propose(self, state: DecodeState) -> Tree:
-        depth = min(self.options.most, state.max_depth)
+    def drafted(self, state: DecodeState) -> Tree | None:
         samples = samples_drafts(self.options, state.do_sample)
-        if self.options.draft_exit != POLICY or not state.timed or samples:
-            return self._chain(state, depth, samples)
-        return self.grown(state, partial(self._grow, state, depth))
+        if self.options.draft_exit == POLICY and state.timed and not samples:
+            return None
+        return self._chain(state, min(self.depth, state.max_depth), samples)
 
-    def _grow(self, state: DecodeState, depth: int, trust: Sequence[float]) -> Tensor:
-        """Trees of the policy's exit, packed."""
-        stage = Stage(self, state)
-        packed = grow(stage, state.root, max(RANKS * depth, 1), depth, trust, expanded=1)
-        state.cache.rollback()
-        return packed
+    def catch_up(self, state: DecodeState) -> None:
+        self._stage = Stage(self, state)
+
+    def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
+        return depth, self._stage.goes_on
+
+    def num_grown(self, taken: int) -> int:
+        return RANKS * self.depth
+
+    def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Stage:
+        self._stage.noise = noise
+        return self._stage
+
+    def finish(self) -> None:
+        self._stage.state.cache.rollback()
 
     def run(
         self, state: DecodeState, tokens: Tensor, drafting: Sequence[bool]
@@ -384,7 +391,6 @@ class LayerSkipDrafter(GrowingDrafter):
         return tree.with_tokens(tokens[:, : tree.num_tokens], stacked)
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        super().observe(state, tree, result)
         if self._lengths is not None:
             rows = [(len(path) - 1, n) for path, n in zip(result.path, self._lengths) if path]
             drafted = sum(length for _, length in rows)
@@ -407,16 +413,19 @@ class LayerSkipDrafter(GrowingDrafter):
 class Stage:
     """The drafting stage of one step; see :class:`hf_spec.draft.grow.Expands`."""
 
-    def __init__(self, drafter: LayerSkipDrafter, state: DecodeState):
-        self.drafter, self.state = drafter, state
+    noise: Tensor | None = None  # (batch, depth, vocab) what tokens will be sampled with
+
+    def __init__(self, predictor: LayerSkipPredictor, state: DecodeState):
+        self.predictor, self.state = predictor, state
         cost = state.draft_cost()
         # While it is unknown, drafting ends where tokens are no longer likely to be accepted.
-        self.cost = drafter.exit.gamma * sum(state.active) if cost is None else cost
+        self.cost = predictor.exit.gamma * sum(state.active) if cost is None else cost
         self._lookups = [_Followed(row) for row in state.looked_up]
         self._tokens = state.root[:, None]
 
-    def expand(self, frontier: Frontier) -> Children | None:
-        drafter, state, depth = self.drafter, self.state, frontier.depth
+    def goes_on(self, frontier: Frontier) -> bool:
+        """Whether the next token pays."""
+        exit, state, depth = self.predictor.exit, self.state, frontier.depth
         paths: list[float] = [1.0] * len(state.active)
         if depth:  # one transfer; float32 represents tokens, which are below 2 ** 24, exactly
             parts = frontier.tokens[:, 0].to(frontier.log_probs), frontier.log_probs[:, 0].exp()
@@ -426,11 +435,13 @@ class Stage:
             self._tokens = torch.cat([self._tokens, frontier.tokens], dim=1)
         paths = [path * on for path, on in zip(paths, state.active)]
         present = [lookup.probability for lookup in self._lookups]
-        worth = drafter.exit.is_worth(depth + 1, paths, self.cost, present)
-        if not worth and (depth or not drafter.exit.due()):
-            return None
-        logits, scores = drafter.run(state, self._tokens, state.active)
-        logits, scores = self._as_sampled(logits, scores, depth)
+        worth = exit.is_worth(depth + 1, paths, self.cost, present)
+        return worth or not depth and exit.due()
+
+    def expand(self, frontier: Frontier) -> Children:
+        state = self.state
+        logits, scores = self.predictor.run(state, self._tokens, state.active)
+        logits, scores = self._as_sampled(logits, scores, frontier.depth)
         tops = scores.topk(min(RANKS, scores.shape[1]))
         # Tokens that processors rule out are never accepted, nor those of finished sequences.
         out = (tops.values == -torch.inf) | ~to_device(list(state.active), scores.device)[:, None]
@@ -440,9 +451,9 @@ class Stage:
     def _as_sampled(self, logits: Tensor, scores: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Logits and scores given what the tokens will be sampled with, if they are sampled."""
         noise = self.state.noise
-        if noise is None:
+        if noise is None or self.noise is None:
             return logits, scores
-        ahead = noise.ahead(1, first=depth)[:, 0].to(logits.device)
+        ahead = self.noise[:, depth].to(logits.device)
         # Scores are divided by the temperature, logits are not.
         return as_sampled(logits, ahead), as_sampled(noise.temperature * scores, ahead)
 
@@ -488,7 +499,7 @@ METHOD = Method(
     name="layer_skip",
     summary="the model drafts for itself with some layers left out; needs no training",
     options=LayerSkipOptions,
-    drafter=LayerSkipDrafter,
+    predictor=LayerSkipPredictor,
     adapter_config=LayerSkipConfig,
     adapter_module=LayerSkipAdapter,
     objective=loss,

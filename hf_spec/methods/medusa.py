@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from hf_spec.draft.options import DraftOptions
 from hf_spec.methods.registry import Method
-from hf_spec.predict.heads import HeadDrafter, HeadsAdapter, HeadsConfig
+from hf_spec.predict.heads import HeadPredictor, HeadsAdapter, HeadsConfig
 from hf_spec.predict.losses import heads_loss
 
 
@@ -35,7 +35,7 @@ METHOD = Method(
     name="medusa",
     summary="heads on the final hidden state predict the next tokens",
     options=MedusaOptions,
-    drafter=HeadDrafter,
+    predictor=HeadPredictor,
     adapter_config=MedusaConfig,
     adapter_module=HeadsAdapter,
     objective=heads_loss,

@@ -19,6 +19,7 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import MAX_BLOCKS, count, explained, first_line, setting
 from hf_spec.core.memory import memory
 from hf_spec.core.tree import Tree
+from hf_spec.draft.draft_cache import DraftCache, Rows
 from hf_spec.draft.options import key_of
 from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.attention_masks import attention_beside, runs_kernel
@@ -42,9 +43,8 @@ from hf_spec.modeling_patches.weights import (
     loaded,
     placement,
 )
-from hf_spec.predict.draft_cache import DraftCache, Rows
-from hf_spec.predict.forward_drafter import AutoregressiveDrafter, DraftNetwork, GrowOptions
 from hf_spec.predict.losses import ChainConfig, chain_loss
+from hf_spec.predict.network import DraftNetwork, GrowOptions, NetworkPredictor
 from hf_spec.target.hidden_states import Reads, model_logits, output_logits, shapes_logits
 
 # -- A model's layers for multi-token prediction as the network of a drafter -----------------------
@@ -398,7 +398,7 @@ def loss(model: Any, adapter: Any, batch: TrainingBatch) -> dict[str, Tensor]:
     return chain_loss(model, MtpNetwork(model, layers), batch, adapter.config)
 
 
-class MtpDrafter(AutoregressiveDrafter):
+class MtpPredictor(NetworkPredictor):
     """The model's own layers, on its final states, predict one token after the other; those of an
     active adapter, which has fine-tuned them, if there is one."""
 
@@ -418,7 +418,7 @@ METHOD = Method(
     name="mtp",
     summary="the checkpoint's own layers for multi-token prediction, as they are or fine-tuned",
     options=GrowOptions,
-    drafter=MtpDrafter,
+    predictor=MtpPredictor,
     adapter_config=MtpConfig,
     adapter_module=MtpAdapter,
     objective=loss,

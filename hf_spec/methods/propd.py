@@ -21,9 +21,10 @@ from hf_spec.core.memory import locked, recall
 from hf_spec.core.pruning import connected
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.draft.drafter import FORWARDS, Drafter
+from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.grow import Array, Children, Frontier
 from hf_spec.draft.options import TREE_OPTIONS, DraftOptions, refuse
+from hf_spec.draft.predictor import FORWARDS
 from hf_spec.draft.state import DecodeState
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
@@ -31,7 +32,7 @@ from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.modeling_patches.skipping import layer_input
 from hf_spec.modeling_patches.weights import output_features, placement
-from hf_spec.predict.heads import HeadDrafter, HeadsAdapter, HeadsConfig
+from hf_spec.predict.heads import HeadPredictor, HeadsAdapter, HeadsConfig
 from hf_spec.predict.losses import Ahead, heads_loss, mean_loss, own_predictions, prediction_losses
 from hf_spec.predict.table import Predictions, reweighed
 from hf_spec.target.hidden_states import gather_hidden, model_logits
@@ -216,7 +217,7 @@ class Ranked:
         return Children(found.tokens, ranked.masked_fill(own == -torch.inf, -torch.inf))
 
 
-class OnlineDrafter(HeadDrafter):
+class OnlinePredictor(HeadPredictor):
     """Trees of the heads' likeliest ranks.
 
     Attributes:
@@ -224,14 +225,14 @@ class OnlineDrafter(HeadDrafter):
     """
 
     weighs = False
-    held = (*HeadDrafter.held, "_chances")
+    held = (*HeadPredictor.held, "_chances")
     #: Of the trees that have grown last, and of this step's with their root: see :meth:`learn`.
     _made: Sequence[Any] = ()
     _predicted: Sequence[Any] = ()
 
     def __init__(self, model: Any, options: Any, adapter: Adapter):
         super().__init__(model, options, adapter)
-        key = self.distances, options.hit_alpha, options.hit_ranks
+        key = self.depth, options.hit_alpha, options.hit_ranks
         self.hits = recall(model, (HitRates, adapter.name, *key), lambda: HitRates(*key))
         self._chances = self.hits.chances_on(placement(model).device)
         #: Of steps that are not counted yet, the likeliest tokens (batch, depth, K), and what came.
@@ -252,14 +253,11 @@ class OnlineDrafter(HeadDrafter):
         self._made = (made.tokens, made.log_probs, made.states)[: self.num_kept]
         return Ranked(made, self._chances)
 
-    def propose(self, state: DecodeState) -> Tree:
-        tree = super().propose(state)
-        self._predicted = state.root, *(self._made if state.grown is None else state.grown.kept)
-        return tree
+    def proposed(self, root: Tensor, kept: Sequence[Tensor]) -> None:
+        self._predicted = root, *kept
 
     @locked
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
-        super().observe(state, tree, result)
         if self._predicted:
             self.learn(result.tokens, *self._predicted)
         self._predicted = ()
@@ -362,7 +360,7 @@ def drafting_method(options: ProPDOptions) -> Method:
     method = get_method(name) if isinstance(name, str) else None
     if method is None or method.wraps is not None:
         raise ValueError(f"drafter={name!r}: give {HEADS!r}, or the name of another strategy.")
-    if method.drafter.runs == FORWARDS:
+    if method.declares.runs == FORWARDS:
         raise ValueError(
             f"drafter={name!r} runs the model to draft: only the trees of strategies with one "
             "forward per step are pruned."
@@ -421,21 +419,20 @@ def _inner(tree: Tree) -> tuple[Tensor, Tensor]:
     return to_device(inner, device), to_device(place, device)
 
 
-class ProPDDrafter(HeadDrafter):
+class ProPDPredictor(HeadPredictor):
     """The trees of the adapter's heads.
 
     Draft tokens are never sampled, as pruning depends on their tokens.
     """
 
-    trees = {**HeadDrafter.trees, ONLINE: None}
+    trees = {**HeadPredictor.trees, ONLINE: None}
 
 
 def make_drafter(model: Any, options: ProPDOptions, adapter: Adapter) -> Drafter:
     """The drafter of the heads, or of another strategy; with early pruning if it is asked for."""
-    drafter: Drafter
     if options.drafter == HEADS:
-        kind = OnlineDrafter if options.tree == ONLINE else ProPDDrafter
-        drafter = kind(model, options, adapter)
+        kind = OnlinePredictor if options.tree == ONLINE else ProPDPredictor
+        drafter = Drafter(model, options, kind(model, options, adapter))
     else:
         method = drafting_method(options)
         drafter = method.make_drafter(model, method.parse_options(options.drafter_kwargs))
@@ -471,7 +468,7 @@ METHOD = Method(
     name="propd",
     summary="heads predict the next tokens; an early head can drop unlikely ones",
     options=ProPDOptions,
-    drafter=ProPDDrafter,
+    predictor=ProPDPredictor,
     make=make_drafter,
     adapter_config=ProPDConfig,
     adapter_module=ProPDAdapter,

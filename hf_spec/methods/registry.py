@@ -28,6 +28,7 @@ from hf_spec.core.checks import check_choice, check_names
 from hf_spec.core.shapes import TokenTree
 from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.options import ADAPTIVE, AUTO, DraftOptions
+from hf_spec.draft.predictor import Predictor
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Method:
         name: value of ``assistant_strategy``, and name of the module.
         summary: one line for listings.
         options: dataclass of ``assistant_kwargs``, derived from :class:`DraftOptions`.
+        predictor: class of what its trees grow from; None if ``drafter`` proposes by itself.
         drafter: class of its drafters.
         adapter_config: config class of its PEFT adapter; None if it has none.
         adapter_module: class of what such an adapter learns.
@@ -45,13 +47,13 @@ class Method:
             ``anchors``, and in training for ``labels`` alone: a function of base model, active
             adapter and ``TrainingBatch``.
         needs_adapter: whether it cannot run without a trained adapter, which is then the third
-            argument of ``drafter``, an :class:`Adapter`.
+            argument of ``predictor``, an :class:`Adapter`.
         included: given a model, loads what its own checkpoint has for the method, without which it
             does not work; raises a ValueError, which says why, if there is nothing. None if it
             needs no such thing.
         needs_assistant: whether the call's assistant model drafts, which is then the third argument
-            of ``drafter``.
-        make: builds the drafter from the same arguments, where ``drafter`` alone does not.
+            of ``predictor``.
+        make: builds predictor or drafter from the same arguments, where the class alone does not.
         training: defaults of ``transformers.TrainingArguments``; None if nothing is trained.
         num_anchors: default number of trained positions per sequence in a training step.
         formats: module of its released formats, see :mod:`hf_spec.tools.formats`; None if there
@@ -63,18 +65,24 @@ class Method:
     name: str
     summary: str
     options: type[DraftOptions]
-    drafter: type[Drafter]
+    predictor: type[Predictor] | None = None
+    drafter: type[Drafter] = Drafter
     adapter_config: type[SpecPeftConfig] | None = None
     adapter_module: type[Adapter] | None = None
     objective: Objective | None = None
     needs_adapter: bool = False
     included: Callable[[PreTrainedModel], object] | None = None
     needs_assistant: bool = False
-    make: Callable[..., Drafter] | None = None
+    make: Callable[..., Predictor | Drafter] | None = None
     training: dict[str, Any] | None = None
     num_anchors: int = 64
     formats: str | None = None
     wraps: str | None = None
+
+    @property
+    def declares(self) -> type[Predictor] | type[Drafter]:
+        """The class that says what the method offers: trees, options, what drafting runs."""
+        return self.predictor or self.drafter
 
     @property
     def peft_type(self) -> str | None:
@@ -88,7 +96,7 @@ class Method:
     @property
     def card(self) -> Traversable:
         """The section of model cards: ``<name>.md`` beside its adapter's config, if it is there."""
-        beside = self.adapter_config or self.drafter
+        beside = self.adapter_config or self.declares
         package = sys.modules[beside.__module__].__package__ or ""
         return files(package) / f"{self.name}.md"
 
@@ -96,7 +104,7 @@ class Method:
     def option_names(self) -> list[str]:
         """Names of the options that it has a use for."""
         names = [item.name for item in dataclasses.fields(self.options)]
-        unused = [*self.drafter.unused, *(["adapter"] if self.adapter_config is None else [])]
+        unused = [*self.declares.unused, *(["adapter"] if self.adapter_config is None else [])]
         return [name for name in names if name not in unused]
 
     @property
@@ -132,12 +140,12 @@ class Method:
         kwargs = self.today(kwargs or {})
         check_names(f"assistant_kwargs: strategy {self.name!r}", kwargs, self.option_names)
         options = self.options(**kwargs)
-        if options.acceptance == "rejection" and not self.drafter.can_sample:
+        if options.acceptance == "rejection" and not self.declares.can_sample:
             raise ValueError(
                 f"acceptance='rejection': draft tokens of {self.name!r} are not sampled from a "
                 "distribution. Use acceptance='match', which is exact for them."
             )
-        tree, trees = options.tree, self.drafter.trees
+        tree, trees = options.tree, self.declares.trees
         ranked = any(trees.values())  # else trees grow by probabilities only
         if ranked and isinstance(tree, Sequence) and not isinstance(tree, str) and tree:
             TokenTree.from_paths(tree)
@@ -173,8 +181,12 @@ class Method:
         given: tuple[Any, ...] = (assistant,) if self.needs_assistant else ()
         if self.needs_adapter:
             given = (require_active(model, str(self.peft_type), self.name, options.adapter),)
-        make: Any = self.make or self.drafter
-        return make(model, options, *given)
+        make: Any = self.make or self.declares
+        made = make(model, options, *given)
+        if isinstance(made, Predictor):
+            made = self.drafter(model, options, made)
+        drafter: Drafter = made
+        return drafter
 
 
 _registered: dict[str, Method] = {}
@@ -193,10 +205,12 @@ def register_method(method: Method) -> None:
     if not isinstance(method, Method):
         raise ValueError(f"register_method({method!r}): give a hf_spec.Method.")
     known = _registered.get(method.name)
-    if known is not None and _path(known.drafter) != _path(method.drafter):  # not a reloaded module
+    if known is not None and _path(known.declares) != _path(
+        method.declares
+    ):  # not a reloaded module
         raise ValueError(
-            f"the strategy {method.name!r} is that of {_path(known.drafter)}: choose another name "
-            f"for that of {_path(method.drafter)}."
+            f"the strategy {method.name!r} is that of {_path(known.declares)}: choose another name "
+            f"for that of {_path(method.declares)}."
         )
     if (method.adapter_config is None) != (method.adapter_module is None):
         raise ValueError(

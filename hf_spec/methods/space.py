@@ -12,7 +12,7 @@ from hf_spec.adapters.config import PredictingConfig, text_embeddings
 from hf_spec.adapters.layer import ALPHA, DOWN, UP, Adapter, LowRankAdapter, check_targets
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import MAX_FUTURE, MAX_RANK, SHARE, choice, count, number, setting
-from hf_spec.core.shapes import ProbeGroup, TokenTree
+from hf_spec.core.shapes import ProbeGroup
 from hf_spec.core.verify import sample
 from hf_spec.draft.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, samples_drafts
 from hf_spec.draft.state import DecodeState
@@ -21,8 +21,7 @@ from hf_spec.modeling_patches.modules import linear_modules, output_projections
 from hf_spec.modeling_patches.support import check_unquantized
 from hf_spec.predict.losses import Ahead, future_losses, prediction_losses, wanted_mean
 from hf_spec.predict.markov import MarkovHead
-from hf_spec.predict.table import distribution
-from hf_spec.predict.tree_drafter import ProbeDrafter
+from hf_spec.predict.table import ProbePredictor, distribution
 from hf_spec.target.hidden_states import model_logits
 from hf_spec.target.sequences import IGNORED, probe_sequences
 from hf_spec.target.target import ProbeInputs
@@ -264,7 +263,7 @@ class SpaceOptions(DraftOptions):
             )
 
 
-class SpaceDrafter(ProbeDrafter):
+class SpacePredictor(ProbePredictor):
     """Trees of the mask tokens' predictions, or chains of likeliest or sampled tokens."""
 
     markov_head: MarkovHead | None
@@ -277,7 +276,7 @@ class SpaceDrafter(ProbeDrafter):
             options = replace(options, tree=CHAIN)
         super().__init__(model, options, adapter, adapter.config.num_mask_tokens)
         inputs = mask_tokens(adapter)
-        self.probe_inputs = replace(inputs, embeddings=inputs.embeddings[: self.distances])
+        self.probe_inputs = replace(inputs, embeddings=inputs.embeddings[: self.depth])
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
@@ -289,15 +288,13 @@ class SpaceDrafter(ProbeDrafter):
         samples = samples_drafts(self.options, state.do_sample)
         return self.options.tree == CHAIN and (samples or not state.process.trivial)
 
-    def draft_tokens(
-        self, state: DecodeState, trees: list[TokenTree], depth: int
-    ) -> tuple[Tensor, Tensor | None]:
+    def chosen(self, state: DecodeState, depth: int) -> tuple[Tensor, Tensor | None] | None:
         """A token from each mask position (line 23), with its distribution q (line 24) if sampled.
 
         q is the whole distribution after the call's processors, which see the earlier draft tokens.
         """
         if not self._by_scores(state):
-            return super().draft_tokens(state, trees, depth)
+            return None
         samples = samples_drafts(self.options, state.do_sample)
         assert self.hidden is not None
         states = self.given_root(self.hidden[:, :depth], state.root)
@@ -324,7 +321,7 @@ METHOD = Method(
     name="space",
     summary="mask tokens with low-rank updates of their own predict the next tokens",
     options=SpaceOptions,
-    drafter=SpaceDrafter,
+    predictor=SpacePredictor,
     adapter_config=SpaceConfig,
     adapter_module=SpaceAdapter,
     objective=loss,

@@ -1,1 +1,1 @@
-"""Drafters that predict a block of tokens in one forward of a small decoder: DFlash and its kin."""
+"""What methods predict with: tables, Markov heads, decoders, blocks, losses."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ from hf_spec.core.checks import (
 from hf_spec.core.device import bucket
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
+from hf_spec.draft.draft_cache import DraftCache, committed
 from hf_spec.draft.grow import Children, Frontier
 from hf_spec.draft.options import DraftOptions
 from hf_spec.draft.state import DecodeState
@@ -35,9 +36,7 @@ from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.weights import input_features, output_features, placement
 from hf_spec.predict.block_heads import CONFIDENCE, HEADS, BlockHead
 from hf_spec.predict.decoder import FACTOR, Decoder, DecoderConfig, DecoderNetwork
-from hf_spec.predict.draft_cache import DraftCache, committed
-from hf_spec.predict.table import Predictions, likeliest
-from hf_spec.predict.tree_drafter import AT_ONCE, TreeDrafter
+from hf_spec.predict.table import AT_ONCE, Predictions, TablePredictor, likeliest
 from hf_spec.target.hidden_states import Head, Reads, gather_hidden, model_logits, output_logits
 from hf_spec.target.noise import as_sampled
 from hf_spec.target.sequences import token_hidden
@@ -540,10 +539,10 @@ def with_confidence(log_probs: Tensor, confidence: Tensor) -> Tensor:
     return torch.cat([sure.log(), among + torch.log1p(-sure)], -1)
 
 
-# -- Drafts from blocks: one forward of a small decoder per step predicts all distances ------------
+# -- Predictions of a block: one forward of a small decoder per step predicts all distances --------
 
 
-class BlockDrafter(TreeDrafter):
+class BlockPredictor(TablePredictor):
     """Trees of a block's likeliest tokens.
 
     Args:
@@ -593,9 +592,8 @@ class BlockDrafter(TreeDrafter):
             self.hidden = self._block(root)
         return self.hidden
 
-    def carried(self, tree: Tree) -> tuple[Sequence[Tensor], Sequence[Tensor], Hashable]:
+    def reserve(self, tree: Tree, levels: int) -> None:
         self.cache.reserve(bucket(tree.num_tokens) + self.network.config.block_size)
-        return super().carried(tree)
 
     def _block(self, root: Tensor) -> Tensor:
         """``(batch, distances, features)`` of the slots that predict."""
@@ -624,6 +622,6 @@ class BlockDrafter(TreeDrafter):
 
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
         features = token_hidden(self.network.model, input_ids, layers=self.reads.layers)
-        for some in places.split(max(AT_ONCE // self.distances, 1)):
+        for some in places.split(max(AT_ONCE // self.depth, 1)):
             hidden = block_sequences(self.network, input_ids, None, some[None], features)
-            yield hidden[0, :, : self.distances]
+            yield hidden[0, :, : self.depth]

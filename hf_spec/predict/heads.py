@@ -28,7 +28,7 @@ from hf_spec.modeling_patches.weights import (
     output_weight,
     placement,
 )
-from hf_spec.predict.tree_drafter import AT_ONCE, TreeDrafter, chain_tree
+from hf_spec.predict.table import AT_ONCE, TablePredictor, chain_tree
 from hf_spec.target.hidden_states import Reads
 from hf_spec.target.sequences import token_hidden
 
@@ -138,7 +138,7 @@ def sparse_tree(_: Any, depth: int) -> TokenTree:
     return TokenTree.from_paths(SPARSE).truncate(depth)
 
 
-class HeadDrafter(TreeDrafter):
+class HeadPredictor(TablePredictor):
     """Draft tokens are the heads' likeliest tokens; a step forwards only the tree.
 
     All heads predict in every step, so the tree is always that of the last state.
@@ -151,13 +151,13 @@ class HeadDrafter(TreeDrafter):
 
     trees = {"sparse": sparse_tree, CHAIN: chain_tree}
     reads = Reads("last")
-    held = (*TreeDrafter.held, "weights")
+    held = (*TablePredictor.held, "weights")
 
     def __init__(self, model: Any, options: Any, adapter: Adapter):
         super().__init__(model, options, adapter, adapter.config.num_heads)
         dtype = placement(model).dtype  # of hidden states
         self.weights = {
-            name: weight[: self.distances].detach().to(dtype)
+            name: weight[: self.depth].detach().to(dtype)
             for name, weight in adapter.tensors().items()
             if name in HEAD_WEIGHTS
         }
@@ -173,5 +173,5 @@ class HeadDrafter(TreeDrafter):
 
     def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
         hidden = token_hidden(self.model, input_ids)[0]
-        for some in places.to(hidden.device).split(max(AT_ONCE // self.distances, 1)):
-            yield self.states(hidden[some], self.distances)
+        for some in places.to(hidden.device).split(max(AT_ONCE // self.depth, 1)):
+            yield self.states(hidden[some], self.depth)

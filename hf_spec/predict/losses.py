@@ -16,7 +16,6 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core import mask as masks
 from hf_spec.core.checks import MAX_FUTURE, count, setting
 from hf_spec.predict.blocks import BlockNetwork, block_sequences
-from hf_spec.predict.forward_drafter import DraftNetwork
 from hf_spec.predict.heads import PROJECTION, head_states, projected
 from hf_spec.predict.markov import (
     ConditionalHead,
@@ -25,6 +24,7 @@ from hf_spec.predict.markov import (
     drafted_logits,
     places_of,
 )
+from hf_spec.predict.network import DraftNetwork
 from hf_spec.target.hidden_states import Head, gather_hidden, model_logits
 from hf_spec.target.sequences import IGNORED, token_hidden, token_states
 
@@ -298,7 +298,7 @@ class ChainConfig(ObjectiveConfig):
 
 
 class ChainRows(NamedTuple):
-    """Rows, see :class:`~hf_spec.predict.draft_cache.Rows`, behind true ones and those of chains
+    """Rows, see :class:`~hf_spec.draft.draft_cache.Rows`, behind true ones and those of chains
     that begin at some of them.
 
     Attributes:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.config import VOCABULARY
+from hf_spec.adapters.layer import Adapter
+from hf_spec.core.checks import check_count
 from hf_spec.core.device import to_device
-from hf_spec.core.shapes import TokenTree
-from hf_spec.core.tree import filled
-from hf_spec.draft.grow import Children, Frontier
-from hf_spec.predict.markov import MarkovHead
-from hf_spec.target.hidden_states import gather_hidden
+from hf_spec.core.shapes import ProbeGroup, TokenTree, TreeStates
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import StepResult
+from hf_spec.draft.grow import Children, Frontier, levels_of, ranked
+from hf_spec.draft.options import ADAPTIVE, CHAIN, DraftOptions
+from hf_spec.draft.predictor import MakeTree, Predictor
+from hf_spec.draft.state import DecodeState
+from hf_spec.predict.markov import ConditionalHead, DraftVocabulary, MarkovHead
+from hf_spec.target.hidden_states import Reads, model_logits, output_logits, shapes_logits
 from hf_spec.target.noise import TRUST, as_sampled
+from hf_spec.target.sequences import probe_sequences
+from hf_spec.target.target import ProbeInputs
 
 #: Tokens per distance that a Markov head rescores.
 SHORTLIST = 32
@@ -105,32 +114,6 @@ class Predictions:
         trust = 1.0 if self._noise is None else TRUST
         return reweighed(self._head, previous, self.tokens, self.log_probs, self.states, trust)
 
-    def ranked(self, shapes: Sequence[Tensor], deepest: int, root: Tensor) -> Tensor:
-        """Tokens of the nodes of given trees: a node of rank r gets the r-th likeliest token.
-
-        Args:
-            shapes: the tree of each row, see :func:`levels`; with ranks below the width.
-            deepest: depth of the deepest node, at most the number of distances.
-            root: ``(batch,)``
-
-        Returns:
-            ``(batch, nodes)`` int64; arbitrary tokens on the padding of smaller trees.
-        """
-        parents, depths, ranks = shapes
-        tokens = root.to(self.device)[:, None].expand(parents.shape)
-        choices, paths = torch.zeros_like(parents), torch.zeros(parents.shape, device=self.device)
-        for depth in range(deepest):  # level by level, of all nodes
-            found = self.expand(Frontier(depth, tokens, paths, choices, parents))
-            assert found is not None
-            order = found.log_probs.argsort(stable=True, dim=-1, descending=True)
-            order = order.expand(-1, parents.shape[1], -1)  # of all nodes, where they are alike
-            chosen = gather_hidden(order, parents).gather(2, ranks[:, :, None])
-            after = gather_hidden(found.tokens.expand(order.shape), parents).gather(2, chosen)
-            here = depths == depth + 1
-            tokens = torch.where(here, after[:, :, 0], tokens)
-            choices = torch.where(here, chosen[:, :, 0], choices)
-        return tokens.to(root.device)
-
 
 def reweighed(
     head: Any, previous: Tensor, tokens: Tensor, log_probs: Tensor, states: Tensor,
@@ -170,11 +153,294 @@ def likeliest(logits: Tensor, width: int, others: Tensor | None = None) -> tuple
     return best.indices, log_probs.masked_fill(log_probs.isnan(), alike)
 
 
-@lru_cache(maxsize=1024)
-def levels(trees: tuple[TokenTree, ...], device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Parents, depths and ranks of the nodes of trees, ``(trees, nodes)``; padding has 0."""
-    parents, depths, ranks = (
-        filled([[max(n, 0) for n in getattr(tree, name)] for tree in trees])
-        for name in ("parents", "depths", "ranks")
-    )
-    return to_device(parents, device), to_device(depths, device), to_device(ranks, device)
+# -- Static trees: those that the option ``tree`` names, and whether they fit an adapter -----------
+
+
+def drafted_depth(options: DraftOptions, distances: int) -> int:
+    """Number of distances that are drafted, of those that the adapter predicts; a ValueError if
+    ``max_depth`` is larger."""
+    if options.max_depth is not None:
+        why = "The adapter predicts no more tokens."
+        check_count("max_depth", options.max_depth, 1, distances, why)
+    return options.max_depth or distances
+
+
+def static_tree(
+    options: DraftOptions, trees: Mapping[str, MakeTree | None], depth: int
+) -> TokenTree:
+    """The static tree of the options, over predictions of ``depth`` future tokens; a ValueError if
+    the given paths are deeper."""
+    if isinstance(options.tree, str):
+        make = trees[options.tree]
+        assert make is not None
+        return make(options, depth)
+    tree = TokenTree.from_paths(options.tree)
+    if tree.max_depth > depth:
+        raise ValueError(
+            f"tree has paths of {tree.max_depth} ranks, {depth} future tokens are drafted: give "
+            "shorter paths."
+        )
+    return tree
+
+
+def check_states(
+    states: TreeStates, where: str, model: Any, adapter: Adapter, distances: int
+) -> None:
+    """Raise a ValueError if trees are too deep for the adapter or their ranks too large.
+
+    Args:
+        where: what names the trees, for the message.
+        distances: number of future tokens that the adapter predicts.
+    """
+    if states.max_probes > distances:
+        raise ValueError(
+            f"{where} has states up to {states.max_probes} predicted tokens, the adapter drafts "
+            f"{distances} tokens. Give another tree."
+        )
+    drafted = adapter.tensors().get(VOCABULARY)
+    whose, tokens = "adapter predicts", 0 if drafted is None else len(drafted)
+    if drafted is None:
+        whose, tokens = "model has", model.config.get_text_config(decoder=True).vocab_size
+    if states.max_rank >= tokens:
+        raise ValueError(
+            f"{where} has a draft token of rank {states.max_rank}: ranks count from 0, and the "
+            f"{whose} {tokens} tokens. Give another tree."
+        )
+
+
+# -- Predictors of a table: the tokens at all distances at once ------------------------------------
+
+#: Predictions of finished sequences that are computed at once; each is a full vocabulary long.
+AT_ONCE = 384
+
+
+def chain_tree(_: Any, depth: int) -> TokenTree:
+    """The likeliest token of each distance."""
+    return TokenTree.chain(depth)
+
+
+class TablePredictor(Predictor):
+    """Predicts the tokens at all distances at once, from states that a method has for each.
+
+    Args:
+        adapter: the adapter that drafts; it may have a Markov head and a vocabulary.
+        depth: number of future tokens that it predicts.
+
+    Attributes:
+        vocabulary: the tokens that are predicted; None for all.
+        make_predictions: class of its predictions, with the arguments of :class:`Predictions`.
+        hidden: what :attr:`reads` asks for; None while it is unknown.
+    """
+
+    trees = {CHAIN: chain_tree}
+    held: ClassVar[Sequence[str]] = ("markov_head", "vocabulary")
+    make_predictions: Callable[..., Predictions] = Predictions
+
+    def __init__(self, model: Any, options: Any, adapter: Adapter, depth: int):
+        super().__init__(model, options)
+        self.depth, weights = drafted_depth(options, depth), adapter.tensors()
+        self.static = self.static_states(adapter)
+        if self.static is not None:
+            self.depth = self.static.max_probes
+            self.weighs = self.policy_chooses = False
+        self.key = adapter.config.type_name, adapter.name
+        self.markov_head: ConditionalHead | None = MarkovHead.of(weights, model)
+        self.vocabulary = DraftVocabulary.of(weights, model)
+        self.hidden: Tensor | None = None
+
+    @property
+    def token_ids(self) -> Tensor | None:  # type: ignore[override]
+        """``(tokens,)`` int64 ids that it predicts, ascending; None for all."""
+        return None if self.vocabulary is None else self.vocabulary.tokens
+
+    def static_states(self, adapter: Adapter) -> TreeStates | None:
+        """:attr:`static`, of at most :attr:`depth`.
+
+        Raises:
+            ValueError: if trees are deeper than this, or have a rank beyond the vocabulary.
+        """
+        if self.options.tree == ADAPTIVE:
+            return None
+        tree = static_tree(self.options, self.trees, self.depth)
+        states = TreeStates.uniform(tree, self.depth, bool(self.per_distance))
+        check_states(states, "tree", self.model, adapter, self.depth)
+        return states
+
+    def start(self, state: DecodeState) -> None:
+        super().start(state)
+        _ = self.token_ids  # rows are made before they replace the output embeddings
+        self.num_predicted = [self.depth] * state.batch_size
+
+    @property
+    def reach(self) -> int:
+        return max(self.num_predicted)
+
+    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
+        self.hidden = hidden
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        if self.hidden is not None:
+            self.hidden = self.hidden[to_device(rows, self.hidden.device)]
+        self.num_predicted = [self.num_predicted[row] for row in rows]
+
+    def levels(
+        self, root: Tensor, depth: int, width: int, noise: Tensor | None = None
+    ) -> Predictions:
+        """Predictions from the hidden states of the previous step.
+
+        Args:
+            root: ``(batch,)`` tokens.
+            depth: number of distances, at most those that are known.
+            width: tokens to keep per distance.
+            noise: see :class:`Predictions`, over :attr:`vocabulary`; for calls that sample.
+        """
+        states = self.states(self.hidden_after(root), depth)
+        return self._predictions(states, root, self.num_predicted, width, noise)
+
+    def hidden_after(self, root: Tensor) -> Tensor:
+        """:attr:`hidden`, now that the root ``(batch,)`` is known."""
+        assert self.hidden is not None
+        return self.hidden
+
+    def given_root(self, states: Tensor, root: Tensor) -> Tensor:
+        """:meth:`states` given the root, where the adapter has a Markov head."""
+        return states if self.markov_head is None else self.markov_head.given_root(states, root)
+
+    def _predictions(
+        self, states: Tensor, root: Tensor, known: Sequence[int] | Tensor, width: int,
+        noise: Tensor | None = None,
+    ) -> Predictions:  # fmt: skip
+        states = self.given_root(states, root)
+        made: Predictions = self.make_predictions(
+            self.logits(states), width, known, self.markov_head, states, self.token_ids, noise
+        )
+        return made
+
+    def given(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Logits ``(batch, depth, tokens)`` of all tokens of :attr:`vocabulary`, from
+        :meth:`states`, if the token before each distance is known, ``(batch, depth)``; first the
+        root."""
+        states = self.given_root(states, previous[:, 0])
+        logits = self.logits(states)
+        if self.markov_head is None:
+            return logits
+        return self.markov_head.along(logits, previous, states)
+
+    @abstractmethod
+    def states(self, hidden: Tensor, depth: int) -> Tensor:
+        """``(batch, depth, hidden)`` states that the distances are predicted from."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits ``(batch, depth, tokens)`` of :meth:`states`, over :attr:`vocabulary` if it has
+        one. The model's scaling and soft cap are applied only if :attr:`exact`."""
+        if self.exact:
+            return model_logits(self.model, states, head=self.vocabulary)
+        return output_logits(self.model, states, self.vocabulary)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the magnitude of logits matters and the model scales or caps them."""
+        return (self.weighs or self.markov_head is not None) and shapes_logits(self.model)
+
+    @abstractmethod
+    def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
+        """:meth:`states` at tokens of a finished sequence.
+
+        Args:
+            input_ids: ``(1, seq)``, without padding.
+            places: ``(places,)`` columns of ``input_ids``.
+
+        Yields:
+            ``(some, distances, hidden)`` for consecutive parts of ``places``, in order.
+        """
+
+    def future_logits(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
+        """Predictions at tokens of a finished sequence, whose other tokens are the root and, with a
+        Markov head, those before each distance.
+
+        Args:
+            input_ids, places: see :meth:`future_states`.
+
+        Yields:
+            ``(some, distances, vocab)``; distance d, from 1, predicts the token 1 + d columns
+            after the place.
+        """
+        done, ids = 0, input_ids[0]
+        for states in self.future_states(input_ids, places):
+            some = places[done : done + len(states), None].to(ids.device)
+            at = some + torch.arange(1, self.depth + 1, device=ids.device)
+            before = ids[at.clamp(max=len(ids) - 1)].to(states.device)
+            logits = self.given(states, before)
+            done += len(states)
+            yield logits if self.vocabulary is None else self.vocabulary.of_all(logits)
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        last = torch.tensor([input_ids.shape[1] - 1], device=input_ids.device)
+        # The token before those that are predicted.
+        own = self.model(input_ids).logits[:, -1:].argmax(-1).to(input_ids.device)
+        (states,) = self.future_states(torch.cat([input_ids, own], dim=1), last)
+        own = own[0].to(states.device)
+        predictions = self._predictions(states, own, (self.depth,), 1)
+        chain = levels_of((TokenTree.chain(self.depth),), str(own.device))
+        return ranked(predictions, chain, self.depth, own)[0].tolist()
+
+
+# -- Predictors with probes under the nodes of their trees ----------------------------------------
+
+
+class ProbePredictor(TablePredictor):
+    """Draft tokens are predicted by the probes under the last accepted node.
+
+    A new one sets :attr:`probe_inputs`, with one embedding per probe of the group. Its probes are
+    one per distance, each seeing those before it, unless it sets another :attr:`group`, of those
+    of distance 1 first, :attr:`per_distance` for each.
+    """
+
+    reads = Reads("probes")
+    per_distance = 1
+    probe_inputs: ProbeInputs
+
+    def __init__(self, model: Any, options: Any, adapter: Adapter, depth: int):
+        super().__init__(model, options, adapter, depth)
+        self.group = ProbeGroup.causal(self.depth)
+
+    def start(self, state: DecodeState) -> None:
+        super().start(state)
+        self.num_predicted = [0] * state.batch_size
+
+    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
+        super().advance(result, hidden)
+        if result.host is None:
+            self.num_predicted = result.num_probes.div(self.per_distance, rounding_mode="floor")
+        else:
+            self.num_predicted = [n // self.per_distance for n in result.host.num_probes]
+
+    def ready(self, tree: Tree, grows: bool) -> bool:
+        return grows and tree.num_probes > 0
+
+    def received(self, found: Sequence[Tensor], result: StepResult) -> None:
+        super().received(found, result)
+        assert result.host is not None
+        self.num_predicted = [n // self.per_distance for n in result.host.num_probes]
+
+    def states(self, hidden: Tensor, depth: int) -> Tensor:
+        return self.distance_states(hidden[:, : depth * self.per_distance])
+
+    def distance_states(self, hidden: Tensor) -> Tensor:
+        """Combine final hidden states of probes, ``(batch, probes, hidden)``, into one state per
+        distance, ``(batch, distances, hidden)``."""
+        return hidden
+
+    def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
+        if not any(map(any, ahead)):
+            return tree
+        counts = [[n * self.per_distance for n in row] for row in ahead]
+        return tree.attach_probes(self.group, counts)
+
+    def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
+        for some in places.split(max(AT_ONCE // len(self.group), 1)):
+            probed = probe_sequences(
+                self.model, input_ids, None, some[None], self.group, self.probe_inputs
+            )
+            yield self.distance_states(probed.probe_hidden[0])

@@ -1,1 +1,1 @@
-"""Everything that runs a Transformers model: tree forward, hidden states, whole sequences."""
+"""All that touches a model of Transformers: forwards, hidden states, recorded steps."""

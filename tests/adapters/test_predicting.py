@@ -70,7 +70,7 @@ def test_decoding_predicts_what_training_judges(fresh, architecture, name, size)
     with torch.no_grad():
         judged = method.objective(model, adapter, TrainingBatch(**batch))["logits"][0, 0]
         drafter = method.make_drafter(model, method.parse_options({}))
-        (served,) = drafter.future_logits(ids, torch.tensor([5]))
+        (served,) = drafter.predictor.future_logits(ids, torch.tensor([5]))
     if size:
         assert judged.shape[-1] == size, "those of its tokens only"
         everything = torch.full_like(served[0], -torch.inf)

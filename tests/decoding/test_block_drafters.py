@@ -14,11 +14,11 @@ from test_shrinking import staggered
 import hf_spec
 from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
+from hf_spec.draft import draft_cache
 from hf_spec.draft.policy import StepPolicy
 from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches.modules import CACHE
-from hf_spec.predict import draft_cache
-from hf_spec.predict.blocks import BlockDrafter, BlockNetwork, block_sequences
+from hf_spec.predict.blocks import BlockNetwork, block_sequences
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 GEMMA4 = {
@@ -94,14 +94,16 @@ def check_blocks(
     propose = drafter.propose
 
     def checked(self: Any, state: Any) -> Any:
-        tree = propose(self, state)
+        tree, predictor = propose(self, state), self.predictor
         for row, tokens in enumerate(state.tokens):
             if state.active[row] and state.max_depth:
                 ids, place = torch.tensor([tokens]), torch.tensor([[len(tokens) - 2]])
-                expected = block_sequences(self.network, ids, None, place)[0, 0]
+                expected = block_sequences(predictor.network, ids, None, place)[0, 0]
                 # The base's states of padded rows are rounded otherwise.
-                torch.testing.assert_close(self.hidden[row], expected, rtol=1e-3, atol=1e-3)
-                seen.append((state.batch_size, self.cache.layers[-1].views["keys"].shape[2]))
+                found = predictor.hidden[row]
+                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+                slots = predictor.cache.layers[-1].views["keys"].shape[2]
+                seen.append((state.batch_size, slots))
         return tree
 
     monkeypatch.setattr(drafter, "propose", checked)
@@ -142,14 +144,14 @@ def test_a_node_is_as_likely_as_its_path(fresh: Tiny, kind: str) -> None:
     name = adapt(model, kind)
     sharpen(model, name)
     drafter = methods()[name].make_drafter(model, methods()[name].parse_options({}))
-    with proposals(BlockDrafter) as seen:
+    with proposals(hf_spec.Drafter) as seen:
         model.generate(ids, **GREEDY, **drafting(name, num_draft_tokens=31))
     tree, place = seen[0][1], torch.tensor([ids.shape[1] - 1])
     assert tree.host is not None and tree.num_tokens > 31 and tree.max_depth > 2
     children = set()
     for node in range(1, tree.num_tokens):
         path = tree.tokens[0, tree.ancestors[0, node]]
-        (logits,) = drafter.future_logits(torch.cat([ids, path[None]], 1), place)
+        (logits,) = drafter.predictor.future_logits(torch.cat([ids, path[None]], 1), place)
         found = logits[0, : len(path) - 1].softmax(-1).gather(1, path[1:, None]).prod()
         torch.testing.assert_close(float(tree.host.probs[0, node]), float(found), rtol=1e-3, atol=0)
         children.add((len(path), int(path[-1])))
@@ -168,7 +170,7 @@ def test_recorded_trees(shallow: Tiny, kind: str, size: int, rows: int) -> None:
     sharpen(model, name)
     spec = drafting(name, num_draft_tokens=size)
     for way in ({}, spec, {**spec, **RECORDED}):
-        with proposals(BlockDrafter) as seen:
+        with proposals(hf_spec.Drafter) as seen:
             texts.append(model.generate(**given, **GREEDY, **way).tolist())
         trees.append([(tree.tokens.tolist(), tree.parents.tolist()) for _, tree in seen[:6]])
     assert texts[0] == texts[1] == texts[2]
@@ -191,10 +193,10 @@ def test_predictions_of_finished_sequences_are_those_of_decoding(fresh: Tiny) ->
         name = adapt(model, kind)
         method = methods()[name]
         drafter = method.make_drafter(model, method.parse_options({"tree": "chain"}))
-        with torch.no_grad(), proposals(type(drafter)) as seen:
+        with torch.no_grad(), proposals(hf_spec.Drafter) as seen:
             model.generate(prompt(), **GREEDY, **drafting(name, tree="chain"))
             full = torch.cat([prompt(), seen[0][1].tokens], dim=1)
-            (logits,) = drafter.future_logits(full, torch.tensor([prompt().shape[1] - 1]))
+            (logits,) = drafter.predictor.future_logits(full, torch.tensor([prompt().shape[1] - 1]))
         assert torch.equal(logits.argmax(-1), seen[0][1].tokens[:, 1:]), kind
         model.delete_adapter("default")
 
@@ -224,9 +226,9 @@ def test_logits_are_shaped_as_the_drafter_says(fresh: Tiny, architecture: str) -
     method, head = methods()[name], model.get_output_embeddings().weight
     drafter = method.make_drafter(model, method.parse_options({}))
     ids, anchors = prompt(9), torch.tensor([[2, 5]])
-    states = block_sequences(drafter.network, ids, None, anchors)
+    states = block_sequences(drafter.predictor.network, ids, None, anchors)
     expected = 3.0 * torch.tanh(0.5 * states @ head.T / 3.0)
-    torch.testing.assert_close(drafter.logits(states[0]), expected[0])
+    torch.testing.assert_close(drafter.predictor.logits(states[0]), expected[0])
     batch = TrainingBatch(ids, ids, anchors)
     found = method.objective(model, find_active(model, name.upper()), batch)
     torch.testing.assert_close(found["logits"], expected)

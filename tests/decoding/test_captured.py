@@ -26,10 +26,10 @@ from test_recurrent import STRATEGIES, with_adapter
 from torch import Tensor
 from transformers import CompileConfig
 
+import hf_spec
 from hf_spec.core.memory import memory
 from hf_spec.decoding.step import DeviceStep
 from hf_spec.modeling_patches.modules import CACHE
-from hf_spec.predict.tree_drafter import TreeDrafter
 from hf_spec.target import captures
 from hf_spec.target.captures import Captured, Unrepeatable, Watch
 from hf_spec.target.compiled import _Step
@@ -98,7 +98,7 @@ def test_drafts_are_those_of_eager_steps(tiny: Tiny, name: str, variant: str) ->
     model, drafted = tiny("llama"), []
     with adapted(model, name, variant):
         for way in ({}, RECORDED, RECORDED):
-            with proposals(TreeDrafter) as seen:
+            with proposals(hf_spec.Drafter) as seen:
                 generate(model, ragged(), **variant_of(name, variant), **way)
             drafted.append({len(tokens): tree.tokens[0].tolist() for tokens, tree in seen})
     eager, _, replayed = drafted

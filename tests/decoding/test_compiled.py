@@ -26,10 +26,10 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 import hf_spec
 from hf_spec.cache.attention import AttentionStates
 from hf_spec.decoding.call import STATIC
+from hf_spec.draft import drafter as drafters
 from hf_spec.draft import policy
 from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches.modules import CACHE
-from hf_spec.predict import tree_drafter
 from hf_spec.target import captures
 from hf_spec.target.graphs import CHECKS, TRIES, Graphs
 
@@ -127,7 +127,7 @@ def test_trees_are_checked_by_their_chances(
     shallow: Any, monkeypatch: pytest.MonkeyPatch, part: str, accepted: bool
 ) -> None:
     """Compiled code may take other tokens of several that are equally likely; 16 bits have many."""
-    whole = tree_drafter.grow
+    whole = drafters.grow
 
     def grow(source: Any, root: torch.Tensor, *args: Any) -> torch.Tensor:
         packed = whole(source, root, *args)
@@ -137,7 +137,7 @@ def test_trees_are_checked_by_their_chances(
             parts[part] = (parts[part] - least).clamp(min=0 if part == "tokens" else None, max=60)
         return torch.cat(list(parts.values()), 1)
 
-    monkeypatch.setattr(tree_drafter, "grow", grow)
+    monkeypatch.setattr(drafters, "grow", grow)
     output = same(adapt(shallow(), "medusa"), strategy("medusa"), inputs=prompt())
     assert bool(compiled(output)["refused"]) != accepted
 

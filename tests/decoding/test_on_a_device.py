@@ -27,23 +27,23 @@ NEW = 14
 TRANSFER = "core/verify to_host: read"
 #: Waits of a call's first step, and of the first with predictions, which have to prepare something.
 FIRST = {
-    "model/hidden_states shapes_logits: allclose": "once per model: what logits are of",
-    "drafting/draft_vocabulary check_tokens: _local_scalar_dense": "once per adapter: which tokens",
-    "cache/convert take_over: read": "the padding of the assistant's prompt",
-    "methods/draft_model/drafter _prompt: _local_scalar_dense": "Transformers' own, in a prompt",
-    "methods/draft_model/drafter _prompt: copied with a wait": "Transformers' own, in a prompt",
+    "target/hidden_states shapes_logits: allclose": "once per model: what logits are of",
+    "predict/markov check_tokens: _local_scalar_dense": "once per adapter: which tokens",
+    "cache/tree_cache take_over: read": "the padding of the assistant's prompt",
+    "methods/draft_model _prompt: _local_scalar_dense": "Transformers' own, in a prompt",
+    "methods/draft_model _prompt: copied with a wait": "Transformers' own, in a prompt",
 }  # fmt: skip
 #: Further waits of a step: how often at most, and why.
 LATER = {
     "core/tree unpacked: read": (1, "the step's trees, which recorded code grows ahead"),
     "core/pruning keep_likely: read": (1, "the deeper layers' number of nodes"),
-    "drafting/lookup _appended: read": (1, "looked-up tokens may be equal to drafted ones"),
-    "methods/propd/online_tree _count: read": (1, "in one of 16 steps"),
-    "methods/layer_skip/drafter _chain: read": (
+    "draft/lookup _appended: read": (1, "looked-up tokens may be equal to drafted ones"),
+    "methods/propd _count: read": (1, "in one of 16 steps"),
+    "methods/layer_skip _chain: read": (
         8, "the last token's probability decides whether there is another forward (algorithm 3)"
     ),
-    "methods/layer_skip/drafter expand: read": (8, "the same, of trees"),
-    "decoding/call_sequences _ask: read": (NEW, "criteria decide column by column"),
+    "methods/layer_skip goes_on: read": (8, "the same, of trees"),
+    "decoding/sequences _ask: read": (NEW, "criteria decide column by column"),
 }  # fmt: skip
 #: What each step of a call waited for.
 Waits = dict[str, int]
@@ -224,7 +224,7 @@ def test_sequences_that_end(shallow: Any, monkeypatch: pytest.MonkeyPatch, name:
 
 
 #: Waits in Transformers' own code of a model's attention.
-OWN = {"falcon": "model/target forward: copied with a wait"}
+OWN = {"falcon": "target/target forward: copied with a wait"}
 ATTENTION = [*ARCHITECTURES] if os.environ.get(EVERY_CASE) else ["falcon", "gpt2", *KINDS]
 
 

@@ -78,7 +78,7 @@ def halves(rank: int, folder: str) -> dict[str, Any]:
         for name, way in (("recorded", RECORDED), ("compiled", CAPTURED)):
             found[name] = outputs(model, {"assistant_strategy": "prompt_lookup", **way}, seeds=0)
     found["refused"] = hf_spec.last_stats(model).details["compiled"]["refused"]
-    mtp.weights._read = read_or_random(mtp.weights._read)  # in a process of its own
+    mtp._read = read_or_random(mtp._read)  # in a process of its own
     for name in NAMES:
         method = methods()[name]
         if method.needs_adapter:

@@ -94,7 +94,7 @@ def plain_staggered(architecture: str, rows: int) -> list[list[int]]:
 def retrieving(name: str, variant: str) -> dict[str, Any]:
     """The strategy with look-ups beside its own drafts, if it takes any."""
     spec = strategy(name, variant)
-    if "lookup" in methods()[name].drafter.unused:
+    if "lookup" in methods()[name].declares.unused:
         return spec
     return {**spec, "assistant_kwargs": {**spec["assistant_kwargs"], "lookup": True}}
 

@@ -191,7 +191,7 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
     propose = drafter.propose
 
     def watched(self: Any, state: Any) -> Any:
-        hidden = self.hidden
+        hidden = self.predictor.hidden
         tree = propose(self, state)
         markov_head, states = MarkovHead.of(weights, model), head_states(weights, hidden)
         if markov_head is not None:

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.core.memory import memory
 from hf_spec.core.verify import HostResult
+from hf_spec.draft import draft_cache
+from hf_spec.draft.draft_cache import DraftCache
 from hf_spec.draft.policy import StepPolicy
 from hf_spec.methods.eagle3 import Eagle3Config
-from hf_spec.predict import draft_cache
-from hf_spec.predict.draft_cache import DraftCache
-from hf_spec.predict.forward_drafter import AutoregressiveDrafter
+from hf_spec.predict.network import NetworkPredictor
 from hf_spec.target.sequences import token_hidden
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -55,14 +55,14 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Each proposed tree is compared with the chain of a new drafter that runs the whole text
     again. Grows by the length of each chain."""
     steps: list[int] = []
-    propose = AutoregressiveDrafter.propose
+    propose = hf_spec.Drafter.propose
 
     def checked(self: Any, state: Any) -> Any:
         tree = propose(self, state)
         for row, tokens in enumerate(state.tokens):
             if not state.active[row] or tree.row_sizes[row] == 0:
                 continue
-            expected = chain_anew(self, tokens)
+            expected = chain_anew(self.predictor, tokens)
             host, node, drafted = tree.host.rows(tree.row_sizes)[row], 0, []
             while True:  # the likeliest child comes first
                 below = [n for n, above in enumerate(host.parents) if above == node and n]
@@ -75,7 +75,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return tree
 
     with monkeypatch.context() as patch:
-        patch.setattr(AutoregressiveDrafter, "propose", checked)
+        patch.setattr(hf_spec.Drafter, "propose", checked)
         yield steps
 
 
@@ -111,13 +111,13 @@ def test_windows_are_rings(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None
     model, slots = fresh("gemma3"), set()
     model.config.mtp_layer_types = ["sliding_attention"]
     model.config.max_position_embeddings = 256
-    observe = AutoregressiveDrafter.observe
+    observe = NetworkPredictor.observe
 
     def noted(self: Any, *given: Any) -> None:
         slots.add(self.cache.layers[0].views["keys"].shape[2])
         observe(self, *given)
 
-    monkeypatch.setattr(AutoregressiveDrafter, "observe", noted)
+    monkeypatch.setattr(NetworkPredictor, "observe", noted)
     with compared(monkeypatch) as steps:
         check_same(model, drafting("mtp"), **ragged((220, 150)), **GREEDY)
     assert len(steps) > 3 and slots == {128}

@@ -86,7 +86,8 @@ def drafter_of(name: str, layout: str = "drafter") -> Any:
 def test_a_block_is_that_of_the_reference(name: str, layout: str) -> None:
     """Context of several steps, each with some accepted tokens; the block's states and logits; and
     what a head makes of these."""
-    drafter = drafter_of(name, layout)
+    whole = drafter_of(name, layout)
+    drafter: Any = whole.predictor
     io, done = load_file(folder_of(name) / "io.safetensors"), 0
     log = json.loads((folder_of(name) / "meta.json").read_text())["log"]
     ids, width, distances = io["ids"], 64, drafter.network.config.distances
@@ -95,7 +96,7 @@ def test_a_block_is_that_of_the_reference(name: str, layout: str) -> None:
         cache=TreeCache(1, 2, "cpu"),
         target=SimpleNamespace(graphs=None), root=ids[:, 0].expand(2),
     )  # fmt: skip
-    drafter.start(state)
+    whole.start(state)
     for step, entry in enumerate(log):
         committed = entry["committed"]
         count, root = committed - 1 - done, ids[:, committed - 1].expand(2)
@@ -111,7 +112,7 @@ def test_a_block_is_that_of_the_reference(name: str, layout: str) -> None:
             if step:
                 break
         state.root = root
-        tree = drafter.propose(state)
+        tree = whole.propose(state)
         first = io[f"step{step}.hidden"].shape[1] - distances
         found = {"hidden": drafter.hidden[..., :width], "logits": drafter.logits(drafter.hidden)}
         if "dspine" in name:
@@ -186,7 +187,7 @@ def check_trees(drafter: Any, io: dict[str, Tensor], step: str, root: Tensor) ->
         for node in range(1, len(tokens)):
             own = scores[parents[node]] + log_probs[depths[node] - 1, tokens[node]]
             torch.testing.assert_close(own, scores[node], **CLOSE)
-        depth = drafter.distances
+        depth = drafter.depth
         predictions = drafter.levels(root, depth, 20)
         tree = Tree.unpacked(grow(predictions, root, len(tokens) - 1, depth))
         assert tree.host.probs[0].sum() > scores.exp().sum() - 1e-5
@@ -207,7 +208,7 @@ def taken(features: Tensor, tokens: Tensor, parts: tuple[slice, ...]) -> tuple[S
 @torch.no_grad()
 def test_training_runs_the_blocks_of_the_reference(name: str) -> None:
     """Blocks at several anchors of a sequence at once, in two rows with padding on either side."""
-    drafter = drafter_of(name)
+    drafter = drafter_of(name).predictor
     io, network = load_file(folder_of(name) / "io.safetensors"), drafter.network
     ids, features = io["ids"], io["base.features"].float()
     padded = torch.zeros(2, ids.shape[1] + 3, dtype=torch.long)

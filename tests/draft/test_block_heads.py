@@ -9,11 +9,10 @@ from random_trees import path_to, paths_of
 
 from hf_spec.core.shapes import TokenTree
 from hf_spec.core.tree import Tree
-from hf_spec.draft.grow import grow
+from hf_spec.draft.grow import grow, levels_of, ranked
 from hf_spec.predict import blocks as predictions_module
 from hf_spec.predict.block_heads import CONFIDENCE, HEADS, BlockHead
 from hf_spec.predict.blocks import PathPredictions, with_confidence
-from hf_spec.predict.table import levels
 from hf_spec.target.noise import TRUST
 
 DISTANCES, HIDDEN, RANK, KNOWN = 3, 6, 4, 11
@@ -109,7 +108,7 @@ def test_static_trees_take_tokens_by_rank(kind: str) -> None:
     head, logits, states, root = made(kind)
     trees = [TokenTree.from_paths([[0], [1], [0, 1], [1, 0], [1, 0, 2]]), TokenTree.chain(2)]
     predictions = PathPredictions(logits, 5, (3, 3), head, states, IDS)
-    tokens = predictions.ranked(levels(tuple(trees), "cpu"), 3, root)
+    tokens = ranked(predictions, levels_of(tuple(trees), "cpu"), 3, root)
     for row, tree in enumerate(trees):
         for node in range(1, len(tree)):
             path = path_to(tree.parents, node)[1:]

@@ -12,9 +12,10 @@ from torch import Tensor
 from hf_spec.adapters.config import MARKOV_HEAD, VOCABULARY
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.shapes import TokenTree
+from hf_spec.draft.grow import levels_of, ranked
 from hf_spec.predict.losses import NEVER, Ahead, Own, future_losses
 from hf_spec.predict.markov import MarkovHead
-from hf_spec.predict.table import SHORTLIST, Predictions, levels
+from hf_spec.predict.table import SHORTLIST, Predictions
 from hf_spec.target.noise import TRUST
 from hf_spec.target.sequences import IGNORED
 
@@ -148,7 +149,7 @@ TREES = [
 @pytest.mark.parametrize("trees", [TREES, TREES[::-1], TREES[:1] * 2])
 def test_tokens_on_the_nodes_of_trees(trees: list[TokenTree], with_markov_head: bool) -> None:
     case = Example(23)
-    found = case.predictions(5, with_markov_head).ranked(levels(tuple(trees), "cpu"), 3, ROOTS)
+    found = ranked(case.predictions(5, with_markov_head), levels_of(tuple(trees), "cpu"), 3, ROOTS)
     assert found.shape == (BATCH, max(map(len, trees)))
     for row, tree in enumerate(trees):
         tokens = [int(ROOTS[row])]

@@ -8,14 +8,12 @@ import functools
 import math
 import random
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from covering import covering
 from fake_clock import FakeClock
 
-from hf_spec.core.shapes import ProbeGroup
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Row, Tree
 from hf_spec.draft.policy import Learned, StepPolicy
@@ -52,7 +50,6 @@ def speedup(
             None if the strategy's trees are fixed.
         noise: standard deviation of the logarithm of times.
     """
-    drafter: Any = SimpleNamespace(group=ProbeGroup.causal(0), distances=0)  # without probes
     chain = range(DEPTH + 1)
     probs = [1.0] * (DEPTH + 1) if promised is None else [promised**k for k in chain]
     row = Row([max(k - 1, 0) for k in chain], list(chain), probs)
@@ -76,7 +73,7 @@ def speedup(
                 if policy.drafts():
                     turn((cost - 1) / 2)
                     stats.draft_seconds += clock.now - start
-                    tree = policy.choose(trees, drafter, [True] * batch, left)
+                    tree = policy.choose(trees, [True] * batch, left)[0]
                 turn(1.0 + (cost - 1) / 2 * (tree.num_tokens - 1) / DEPTH)
                 size = tree.num_tokens
                 counts = [min(tokens_of_row(rng, gain), size, rest) for rest in left]

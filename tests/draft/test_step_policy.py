@@ -42,7 +42,7 @@ from hf_spec.draft.policy import (
 )
 from hf_spec.methods.ppd.dynamic_tree import likeliest_paths
 from hf_spec.methods.registry import get_method, methods
-from hf_spec.predict.forward_drafter import ForwardDrafter
+from hf_spec.predict.network import LevelPredictor
 
 Seconds = Callable[[int], float]
 HERE = (1, 8, "cpu")
@@ -69,7 +69,7 @@ def test_the_price_of_a_drafting_forward() -> None:
         policy.drafts()
         stats.draft_seconds += 0.25 * forwards
         stats.num_draft_forwards += forwards
-        tree = policy.choose(tree, Probing(), [True], [forwards])
+        tree = policy_tree(policy, tree, Probing(), [True], [forwards])
         seconds = 0.25 * forwards + 0.9 + 0.1 * tree.num_nodes
         policy.observe(tree, [tree.num_nodes], seconds)
     times, rate = policy.setting.times, policy.setting.rate.value
@@ -98,11 +98,21 @@ def random_table(rng: np.random.Generator) -> Array:
     return rng.dirichlet(np.full(6, 0.5), depth)[:, :5] * rng.uniform(0.3, 1, (depth, 1))
 
 
+def policy_tree(
+    policy: StepPolicy, tree: Tree, drafter: Any, active: Sequence[bool], limits: Sequence[int]
+) -> Tree:
+    """What the loop makes of the policy's choice."""
+    tree, probed = policy.choose(tree, active, limits, len(drafter.group))
+    return (
+        tree if probed is None else drafter.attach_probes(tree, (probed * drafter.depth).tolist())
+    )
+
+
 class Probing:
     """A drafter with so many probes of a node, that notes which nodes have them."""
 
     def __init__(self, num_probes: int = 0):
-        self.group, self.distances = ProbeGroup.causal(num_probes), num_probes
+        self.group, self.depth = ProbeGroup.causal(num_probes), num_probes
         self.probed: list[list[int]] = []
 
     def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
@@ -161,7 +171,7 @@ def test_the_step_of_the_largest_worth_is_taken(group: int, batch: int) -> None:
         drafter = Probing(group)
         policy = StepPolicy(SpecStats(), learned, HERE)
         whole = Tree.of_rows(rows, "cpu")
-        tree = policy.choose(whole, drafter, [True] * batch, [9] * batch)
+        tree = policy_tree(policy, whole, drafter, [True] * batch, [9] * batch)
 
         def seconds(size: int, slope: float = slope, plain: float = plain) -> float:
             """Between a plain step and the next known size, on a line."""
@@ -225,7 +235,7 @@ def simulate(
         if drafts := policy.drafts():
             stats.draft_seconds += drafting
             whole = offered if known else nothing
-            tree = policy.choose(whole, drafter, [True] * batch, [9] * batch)
+            tree = policy_tree(policy, whole, drafter, [True] * batch, [9] * batch)
         spent = seconds(tree.num_nodes) + drafting * drafts
         counts, ended, parents = [], 0, tree.drafted.parents.tolist()
         for row in range(batch):
@@ -317,11 +327,11 @@ def test_finished_rows_and_limits_count_for_nothing() -> None:
         sizes = []
         for one, on, most in ((rows, active, limits), ([alone], [True], [9])):
             policy = StepPolicy(SpecStats(), knowing(line(0.05), 1.5), HERE)
-            tree = policy.choose(Tree.of_rows(one, "cpu"), Probing(), on, most)
+            tree = policy_tree(policy, Tree.of_rows(one, "cpu"), Probing(), on, most)
             sizes.append(tree.num_nodes)
         assert sizes[0] == sizes[1] > 2
     policy = StepPolicy(SpecStats(), knowing(line(0.0001), 1.5), HERE)
-    tree = policy.choose(Tree.of_rows([found(CHANCES)], "cpu"), Probing(), [True], [1])
+    tree = policy_tree(policy, Tree.of_rows([found(CHANCES)], "cpu"), Probing(), [True], [1])
     used = tree.depths[0] == 1
     assert used[-1] and used.sum() == 10 == len(CHANCES[0])
 
@@ -426,7 +436,7 @@ def test_expensive_drafts_are_given_up(
     drafted = sum(one["count"] for one in report["steps"] if one["draft_tokens"])
     assert 0 < drafted < 0.25 * stats.num_steps  # space has many sizes to look at
     json.dumps(stats.to_dict())
-    elsewhere = issubclass(get_method(name).drafter, ForwardDrafter)  # in a decoder of its own
+    elsewhere = issubclass(get_method(name).declares, LevelPredictor)  # in a decoder of its own
     drafting = 0 if elsewhere else stats.num_draft_forwards
     assert stats.num_steps + drafting == len(widths)
     # Rows of one: plain steps that were chosen, empty drafts, and drafting.
@@ -487,7 +497,7 @@ def test_look_ups_go_on_while_the_rest_pauses(looks_up: bool, comes: bool) -> No
         tree, emitted, paused = Tree.of_rows([Row.root()], "cpu"), 1, policy.paused
         if policy.drafts(looks_up):
             rows = [alone if paused else found(CHANCES)]
-            tree = policy.choose(Tree.of_rows(rows, "cpu"), drafter, [True], [9])  # type: ignore
+            tree = policy_tree(policy, Tree.of_rows(rows, "cpu"), drafter, [True], [9])  # type: ignore
             if paused:
                 assert not tree.num_probes
                 emitted = tree.num_nodes if comes else 1
@@ -517,7 +527,7 @@ def test_plans_fill_padded_shapes(group: int) -> None:
             if rng.random() < 0.8:
                 row = found(random_table(rng), int(rng.integers(1, 70)))
                 tree, most = Tree.of_rows([row], "cpu"), len(row.tokens)
-            tree = policy.choose(tree, drafter, [True], [99])
+            tree = policy_tree(policy, tree, drafter, [True], [99])
         seen.add((bucket(tree.num_tokens), bucket(tree.num_probes)))
         assert tree.num_tokens - 1 in SIZES or tree.num_tokens == most
         spent = 1 + 0.02 * rng.uniform(0.1, 2) * width(tree.num_tokens, tree.num_probes)

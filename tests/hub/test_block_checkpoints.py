@@ -20,7 +20,6 @@ from transformers.generation import candidate_generator
 import hf_spec
 from hf_spec.adapters.checkpoint import WEIGHTS
 from hf_spec.adapters.loading import find_active
-from hf_spec.predict.blocks import BlockDrafter
 from hf_spec.tools import cli
 from hf_spec.tools.hub.transfer import import_adapter, importable, recognized
 
@@ -174,7 +173,7 @@ def test_transformers_own_type(tmp_path):
     model.load_adapter(str(tmp_path / "adapter"))
     ids = prompt(11).clamp(max=multimodal.HEAR - 1)
 
-    with proposals(BlockDrafter) as seen:
+    with proposals(hf_spec.Drafter) as seen:
         model.generate(ids, **GREEDY, **drafting("dflash", tree="chain"))
     root, *drafted = seen[0][1].tokens[0].tolist()
     text = torch.cat([ids, torch.tensor([[root]])], dim=1)

@@ -198,14 +198,16 @@ def test_a_block(tmp_path, kind, equal):
     assert "lm_head.weight" not in adapter.tensors() and adapter.config.sample_from_anchor
     drafter = method.make_drafter(model, method.parse_options({"tree": "chain"}))
     ids, place = prompt(9), 6
-    found = block_sequences(drafter.network, ids, None, torch.tensor([[place]]))[0, 0]
+    found = block_sequences(drafter.predictor.network, ids, None, torch.tensor([[place]]))[0, 0]
     features = token_hidden(model, ids, None, (READ[0] + 1, READ[1] + 1))[0, : place + 1]
     expected = block(tensors, features, int(ids[0, place + 1]))
     torch.testing.assert_close(found, expected, **CLOSE)
-    torch.testing.assert_close(drafter.logits(found[None])[0], capped(expected, tensors), **CLOSE)
+    torch.testing.assert_close(
+        drafter.predictor.logits(found[None])[0], capped(expected, tensors), **CLOSE
+    )
     if kind == "dspark":
         before = torch.tensor([[3, 1, 4, 1, 5]])
-        given = drafter.given(found[None], before)[0]
+        given = drafter.predictor.given(found[None], before)[0]
         w1, w2 = (tensors[f"markov_head.markov_w{one}.weight"] for one in (1, 2))
         markov = capped(expected, tensors) + w1[before[0]] @ w2.T
         torch.testing.assert_close(given, markov, **CLOSE)

@@ -11,7 +11,6 @@ from running import drafting, proposals
 from transformers import DynamicCache, GraniteConfig, GraniteForCausalLM
 
 import hf_spec
-from hf_spec.methods.bita import BitaDrafter
 from hf_spec.modeling_patches.modules import CACHE
 
 # -- loss: eq. (1) -----------------------------------------------------------------------------
@@ -83,7 +82,7 @@ def test_straightforward_decoding(fresh: Tiny) -> None:
     model = fresh("llama")
     model.lm_head.weight.data[3:] *= 0.01  # three tokens, so that one guess in three is right
     weights = added(model, hf_spec.BitaConfig(**PAPERS), std=0.6, seed=5).tensors()
-    with proposals(BitaDrafter) as seen:
+    with proposals(hf_spec.Drafter) as seen:
         out = check_same(
             model, drafting("bita", tree="straightforward"), prompt(), max_new_tokens=40
         )

@@ -50,7 +50,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(
 def test_nodes_of_a_tree_are_as_the_assistant_alone(tiny: Tiny, name: str) -> None:
     """Of prompts that run in parts, the first of which is padding for a row."""
     assistant, method = assistant_of(tiny, name), get_method("draft_model")
-    drafter: Any = method.make_drafter(tiny("llama"), method.parse_options({}), assistant)
+    made = method.make_drafter(tiny("llama"), method.parse_options({}), assistant)
+    drafter: Any = made.predictor
     batch = [prompt(7)[0].tolist(), prompt(4, seed=1)[0].tolist()]
     state: Any = SimpleNamespace(
         batch_size=2, tokens=batch, remaining=[9, 9], timed=False, do_sample=False,

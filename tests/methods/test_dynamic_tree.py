@@ -157,14 +157,14 @@ def test_accuracies_are_those_of_the_predictions(fresh: Tiny, num_ept: int) -> N
     drafter = get_method("ppd").make_drafter(model, get_method("ppd").parse_options({}))
     answers = [model.generate(prompt(seed=seed), **NEW)[0].tolist() for seed in range(2)]
     texts = [(ids[:12], ids[12:]) for ids in answers]
-    table = measure_accuracies(drafter, texts)
+    table = measure_accuracies(drafter.predictor, texts)
     assert table.shape == (2, RANKS) and table.min() >= 0 and table.sum(1).max() <= 1 + 1e-9
     hits, places = np.zeros(2), 0
     for before, answer in texts:
         ids = [*before, *answer]
         for last in range(len(before) - 1, len(ids) - 3):
             known = torch.tensor([ids[: last + 1]])
-            ((logits,),) = drafter.future_logits(known, torch.tensor([last]))
+            ((logits,),) = drafter.predictor.future_logits(known, torch.tensor([last]))
             hits += logits.argmax(-1).numpy() == ids[last + 2 : last + 4]
             places += 1
     np.testing.assert_allclose(table[:, 0], hits / places)

@@ -18,7 +18,7 @@ from hf_spec.core.memory import forget
 from hf_spec.core.tree import Row, Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.draft.state import DecodeState
-from hf_spec.methods.layer_skip import LayerSkipDrafter, LayerSkipOptions, ThresholdExit
+from hf_spec.methods.layer_skip import LayerSkipOptions, LayerSkipPredictor, ThresholdExit
 from hf_spec.modeling_patches.modules import CACHE
 from hf_spec.modeling_patches.skipping import LayerSkipper
 from hf_spec.target.target import Target
@@ -95,8 +95,9 @@ class Setting:
             process=lambda logits, suffixes, active, drafting: logits.float(),
         )  # fmt: skip
 
-    def started(self, **options: Any) -> LayerSkipDrafter:
-        drafter = LayerSkipDrafter(self.model, LayerSkipOptions(**options))
+    def started(self, **options: Any) -> hf_spec.Drafter:
+        given = LayerSkipOptions(**options)
+        drafter = hf_spec.Drafter(self.model, given, LayerSkipPredictor(self.model, given))
         drafter.start(self.state)
         return drafter
 
@@ -189,13 +190,13 @@ def test_a_stage_s_acceptance_is_that_of_all_rows(setting: Callable[..., Setting
     one = setting([4, 5, 6, 7])
     forget(one.model)
     drafter = one.started(skip_mlp=[1], draft_exit="adaptive")
-    drafter._lengths = [4, 4, 4, 0]
+    drafter.predictor._lengths = [4, 4, 4, 0]
     # All accepted, a quarter, a finished row, nothing drafted but something looked up.
     drafter.observe(one.state, Tree.roots(one.state.root), chains(5, 2, 0, 3))
-    assert drafter.exit.acceptance == 5 / 8
+    assert drafter.predictor.exit.acceptance == 5 / 8
     assert drafter.details() == {"threshold": 0.601}
     drafter.observe(one.state, Tree.roots(one.state.root), chains(1, 1, 1, 1))  # a plain step
-    assert drafter.exit.acceptance == 5 / 8
+    assert drafter.predictor.exit.acceptance == 5 / 8
 
 
 @pytest.mark.parametrize("temperature", [0.05, 20.0])
@@ -219,7 +220,7 @@ def test_exits_look_at_what_the_drafting_model_says_itself(
 
 def timed(
     setting: Callable[..., Setting], lengths: list[int], price: float | None = 0.0, **options: Any
-) -> tuple[Setting, LayerSkipDrafter]:
+) -> tuple[Setting, Any]:
     one = setting(lengths)
     forget(one.model)
     one.state.timed, one.state.draft_cost = True, lambda: price
@@ -256,7 +257,9 @@ def test_trees_are_chains_with_the_next_likeliest_tokens(
     setting: Callable[..., Setting], lengths: list[int], factor: float
 ) -> None:
     one, drafter = timed(setting, lengths)
-    drafter.exit.calibration.hits[:] = factor * drafter.exit.calibration.expected
+    drafter.predictor.exit.calibration.hits[:] = (
+        factor * drafter.predictor.exit.calibration.expected
+    )
     tree = drafter.propose(one.state)
     assert one.state.stats.num_draft_forwards == 4 and tree.q is None
     for row in range(len(lengths)):
@@ -278,7 +281,7 @@ def test_drafting_ends_where_the_next_forward_is_not_worth_its_price(
     rates = [0.9, 0.8, 0.7, 0.9, 0.6, 0.8]
     for price in (0.001, 0.01, 0.035, 0.2, 0.24, 1.5):  # less than two rows can bring
         one, drafter = timed(setting, [9, 4], price, num_draft_tokens=6)
-        drafter.exit.calibration.hits *= rates
+        drafter.predictor.exit.calibration.hits *= rates
         trees = [oracle_tree(one, row, 6, rates) for row in (0, 1)]
         best = [[max(c for p, c in t.items() if len(p) == k) for k in range(1, 7)] for t in trees]
         worth = [rates[k + 1] * (best[0][k] + best[1][k]) for k in range(5)]
@@ -323,7 +326,9 @@ def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting
     other = (chain[0] + 1) % 50  # where drafts part with what was looked up, that holds nothing
     for first, sure, wanted in ((chain[0], 0.6, 0), (chain[0], 0.4, 4), (other, 0.4, 4)):
         one, drafter = timed(setting, [6], 0.5)
-        drafter.exit.calibration.expected[:] *= 1e-3  # so that paths are as sure as can be
+        drafter.predictor.exit.calibration.expected[:] *= (
+            1e-3  # so that paths are as sure as can be
+        )
         one.state.looked_up = [Row([-1, 0, 1], [0, first, chain[1]], [1.0, sure, sure])]
         tree = drafter.propose(one.state)
         assert one.state.stats.num_draft_forwards == tree.max_depth == wanted

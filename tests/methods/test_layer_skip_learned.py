@@ -86,7 +86,7 @@ def test_other_layers_are_drafted_without_the_updates(fresh: Tiny) -> None:
 
 def drafter_of(model: Any, **options: Any) -> Any:
     method = get_method("layer_skip")
-    return method.drafter(model, method.parse_options({**FIXED, **options}))
+    return method.make_drafter(model, method.parse_options({**FIXED, **options}))
 
 
 def merged_as_by_hooks(model: Any) -> tuple[Any, Tensor]:
@@ -152,7 +152,7 @@ def test_modules_without_a_plain_weight_are_updated_by_hooks(fresh: Tiny) -> Non
     add_hook_to_module(mlp.down_proj, ModelHook())
     added(model)
     drafter, _ = merged_as_by_hooks(model)
-    names = {name.rpartition(".")[2] for name in drafter.learned.weights if ".2." in name}
+    names = {name.rpartition(".")[2] for name in drafter.predictor.learned.weights if ".2." in name}
     assert names == {"gate_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
 
 

@@ -117,7 +117,9 @@ def test_the_drafter_sees_the_last_accepted_nodes_hidden_state(
     propose = drafter.propose
 
     def noted(self: Any, state: DecodeState) -> Any:
-        seen.append(([list(row) for row in state.tokens], list(state.active), self.hidden))
+        seen.append(
+            ([list(row) for row in state.tokens], list(state.active), self.predictor.hidden)
+        )
         return propose(self, state)
 
     monkeypatch.setattr(drafter, "propose", noted)

@@ -22,7 +22,7 @@ from hf_spec.methods.propd import (
     HIT_ALPHA,
     RANKS,
     HitRates,
-    OnlineDrafter,
+    OnlinePredictor,
     Ranked,
 )
 from hf_spec.predict.markov import MarkovHead
@@ -81,7 +81,7 @@ def test_a_step_s_hits_one_token_at_a_time(with_markov_head: bool) -> None:
     seen: list[tuple[int, int]] = []
     hits: Any = HitRates(4)
     hits.observe = lambda distance, rank: seen.append((distance, rank))
-    drafter = OnlineDrafter.__new__(OnlineDrafter)  # of no model
+    drafter = OnlinePredictor.__new__(OnlinePredictor)  # of no model
     drafter.hits, drafter._uncounted, drafter._chances = hits, [], roots
     drafter.markov_head = made._head
     came = [[3, 7, 1], [5, 5, 5, 5, 5, 5], []]
@@ -174,14 +174,14 @@ def test_recorded_steps_learn_from_the_same(
     """Trees may differ, as a program knows the hits of one step less."""
     model = adapted(fresh(), markov_rank=markov_rank)
     randomise(model, "PROPD")
-    learn, found = OnlineDrafter.learn, []
+    learn, found = OnlinePredictor.learn, []
 
     def noted(self: Any, emitted: Any, *made: torch.Tensor) -> None:
         seen[sum(map(len, texts))] = [one[0].clone() for one in made]
         texts.append(emitted[0])
         learn(self, emitted, *made)
 
-    monkeypatch.setattr(OnlineDrafter, "learn", noted)
+    monkeypatch.setattr(OnlinePredictor, "learn", noted)
     for way in ({}, RECORDED, RECORDED):
         texts: list[list[int]] = []
         seen: dict[int, Any] = {}

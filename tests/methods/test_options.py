@@ -11,7 +11,7 @@ from hf_spec.core.shapes import TokenTree
 from hf_spec.decoding.strategy import resolve
 from hf_spec.draft.options import DraftOptions, changed, key_of
 from hf_spec.methods.registry import get_method, methods
-from hf_spec.predict.tree_drafter import drafted_depth, static_tree
+from hf_spec.predict.table import drafted_depth, static_tree
 from hf_spec.tools.bench.contenders import contenders, parse_names
 
 #: Options that methods have no use for.
@@ -137,7 +137,7 @@ def test_static_trees(
 def tree_of(strategy: str, distances: int, **given: Any) -> TokenTree:
     method = get_method(strategy)
     options = method.parse_options(given)
-    return static_tree(options, method.drafter.trees, drafted_depth(options, distances))
+    return static_tree(options, method.declares.trees, drafted_depth(options, distances))
 
 
 def test_the_papers_trees() -> None:

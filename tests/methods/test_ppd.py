@@ -24,7 +24,7 @@ from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.shapes import TokenTree, TreeState, TreeStates
 from hf_spec.methods import ppd as drafter_module
-from hf_spec.methods.ppd import PPDDrafter, ept_group
+from hf_spec.methods.ppd import ept_group
 from hf_spec.methods.ppd import loss as objective
 from hf_spec.modeling_patches.modules import CACHE
 from hf_spec.tools.hub.card import write_card
@@ -170,7 +170,7 @@ def test_heads_start_as_the_base_s_own(fresh: Tiny) -> None:
 def test_drafts_are_the_oracle_s(fresh: Tiny, fields: dict) -> None:
     """Decoding reads the same predictions as training does, wherever a row stands."""
     model = with_adapter(fresh("llama"), fields)
-    with proposals(PPDDrafter) as drafted:
+    with proposals(hf_spec.Drafter) as drafted:
         check_same(model, drafting("ppd", tree="chain"), prompt())
     checked = 0
     for known, tree in drafted:

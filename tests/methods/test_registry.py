@@ -28,7 +28,7 @@ def test_a_method_is_registered_once_and_again() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"drafter": hf_spec.Drafter}, "'bita' is that of .*BitaDrafter: choose another name"),
+        ({"predictor": None}, "'bita' is that of .*BitaPredictor: choose another name"),
         ({"name": "half", "adapter_module": None}, "only one of adapter_config and adapter_module"),
     ],
 )

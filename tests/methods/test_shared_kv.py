@@ -21,7 +21,7 @@ from transformers.generation.candidate_generator import (
 
 import hf_spec
 from hf_spec.draft.grow import Frontier
-from hf_spec.methods.draft_model import SharedKVDrafter
+from hf_spec.methods.draft_model import SharedKVPredictor
 from hf_spec.modeling_patches import shared_kv
 from hf_spec.target.graphs import Graphs
 
@@ -56,7 +56,7 @@ def watched() -> Iterator[list[Asked]]:
     """Collects what the drafters of this block answer."""
     seen: list[Asked] = []
     rows: list[tuple[list[int], bool]] = []
-    catch_up, level = SharedKVDrafter.catch_up, SharedKVDrafter.level
+    catch_up, level = SharedKVPredictor.catch_up, SharedKVPredictor.level
 
     def caught_up(self: Any, state: Any) -> None:
         rows[:] = [([*tokens], on) for tokens, on in zip(state.tokens, state.active)]
@@ -76,8 +76,8 @@ def watched() -> Iterator[list[Asked]]:
         return logits
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SharedKVDrafter, "catch_up", caught_up)
-        patch.setattr(SharedKVDrafter, "level", answered)
+        patch.setattr(SharedKVPredictor, "catch_up", caught_up)
+        patch.setattr(SharedKVPredictor, "level", answered)
         yield seen
 
 
@@ -240,14 +240,14 @@ def test_first_drafts_are_those_of_transformers(name: str, ordered: bool) -> Non
 
 def test_ordered_embeddings_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, assistant = pair("gemma4_text", ordered=True)
-    level = SharedKVDrafter.level
+    level = SharedKVPredictor.level
 
     def without_reads(self: Any, frontier: Frontier) -> Tensor:
         with monkeypatch.context() as patch:
             patch.setattr(Tensor, "item", lambda _: pytest.fail("the host reads a tensor"))
             return level(self, frontier)
 
-    monkeypatch.setattr(SharedKVDrafter, "level", without_reads)
+    monkeypatch.setattr(SharedKVPredictor, "level", without_reads)
     check_same(model, drafts(assistant, max_depth=2), **ragged(), **GREEDY)
     assert hf_spec.last_stats(model).num_draft_forwards > 0
 

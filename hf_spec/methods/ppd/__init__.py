@@ -30,7 +30,7 @@ from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.weights import output_features
 from hf_spec.predict.losses import Ahead, future_losses, mean_loss, own_predictions
 from hf_spec.predict.markov import DraftVocabulary
-from hf_spec.predict.tree_drafter import ProbeDrafter, chain_tree
+from hf_spec.predict.table import ProbePredictor, chain_tree
 from hf_spec.target.hidden_states import Head, model_logits
 from hf_spec.target.sequences import probe_sequences
 from hf_spec.target.target import ProbeInputs
@@ -319,7 +319,7 @@ def static_tree(_: PPDOptions, depth: int) -> TokenTree:
     return TokenTree.from_paths(sorted(chain.union(STATIC))).truncate(depth)
 
 
-class PPDDrafter(ProbeDrafter):
+class PPDPredictor(ProbePredictor):
     """Static or dynamic trees of the prompt tokens' likeliest tokens."""
 
     trees = {"static": static_tree, CHAIN: chain_tree, DYNAMIC: None}
@@ -327,7 +327,7 @@ class PPDDrafter(ProbeDrafter):
 
     def __init__(self, model: Any, options: PPDOptions, adapter: Adapter):
         super().__init__(model, options, adapter, adapter.config.num_prompt_tokens)
-        self.prompts = PromptTokens(adapter, self.distances)
+        self.prompts = PromptTokens(adapter, self.depth)
         self.probe_inputs, self.group = self.prompts.inputs, self.prompts.group
         self.per_distance = adapter.config.num_ept
 
@@ -351,7 +351,7 @@ METHOD = Method(
     name="ppd",
     summary="learned prompt tokens, distilled from the model, predict the next tokens",
     options=PPDOptions,
-    drafter=PPDDrafter,
+    predictor=PPDPredictor,
     adapter_config=PPDConfig,
     adapter_module=PPDAdapter,
     objective=loss,

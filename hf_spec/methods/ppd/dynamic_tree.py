@@ -38,7 +38,7 @@ from hf_spec.draft.grow import Array
 from hf_spec.draft.options import ADAPTIVE
 from hf_spec.methods.registry import get_method
 from hf_spec.modeling_patches.modules import unwrapped
-from hf_spec.predict.tree_drafter import TreeDrafter, check_states
+from hf_spec.predict.table import TablePredictor, check_states
 
 #: Value of the option ``tree``.
 DYNAMIC = "dynamic"
@@ -63,22 +63,23 @@ Text = tuple[Sequence[int], Sequence[int]]
 
 
 @torch.no_grad()
-def measure_accuracies(drafter: TreeDrafter, texts: Sequence[Text]) -> Array:
+def measure_accuracies(predictor: TablePredictor, texts: Sequence[Text]) -> Array:
     """How often the token of each rank is the right one at each distance: ``(distances, RANKS)``.
 
     Raises:
         ValueError: the answers are too short.
     """
-    distances, count = drafter.distances, 0
+    distances, count = predictor.depth, 0
     hits = np.zeros((distances, RANKS))
-    ranks = RANKS if drafter.token_ids is None else min(RANKS, len(drafter.token_ids))
+    ids = predictor.token_ids
+    ranks = RANKS if ids is None else min(RANKS, len(ids))
     for prompt, answer in texts:
-        ids = torch.tensor([[*prompt, *answer]], device=drafter.model.device)
+        ids = torch.tensor([[*prompt, *answer]], device=predictor.model.device)
         # All predicted tokens are known at these places.
         first, end = len(prompt) - 1, ids.shape[1] - 1 - distances
         places = torch.arange(first, max(first, end), device=ids.device)
         done = 0
-        for logits in drafter.future_logits(ids, places) if len(places) else ():
+        for logits in predictor.future_logits(ids, places) if len(places) else ():
             best = logits.topk(min(ranks, logits.shape[-1])).indices.to(ids.device)
             at = places[done : done + len(best), None] + 2
             right = ids[0][at + torch.arange(distances, device=ids.device)]
@@ -304,7 +305,7 @@ def make_dynamic_tree(
     check_count("max_size", max_size, low=2, high=MAX_ROWS)
     check_count("max_new_tokens", max_new_tokens)
     method, model = get_method("ppd"), unwrapped(model)
-    drafter: Any = method.make_drafter(model, method.parse_options({}))
+    predictor: Any = method.make_drafter(model, method.parse_options({})).predictor
     texts: list[Text] = []
     for prompt in prompts:
         ids = torch.tensor([[*prompt]], device=model.device)
@@ -314,10 +315,10 @@ def make_dynamic_tree(
             return_dict_in_generate=False,
         )  # fmt: skip
         texts.append((ids[0].tolist(), output[0, ids.shape[1] :].tolist()))
-    accuracies = measure_accuracies(drafter, texts)
+    accuracies = measure_accuracies(predictor, texts)
     tokens = list(islice(cycle(joined(*joined(*texts))), max_size))
     states, expected = best_size(
-        accuracies, drafter.per_distance, forward_seconds(model, tokens), max_size
+        accuracies, predictor.per_distance, forward_seconds(model, tokens), max_size
     )
     require_active(model, "PPD", "ppd").config.dynamic_tree = [
         {"paths": list(map(list, one.tree.paths)), "probes": list(one.probes)}

@@ -75,7 +75,7 @@ def diagnose(
         KeyboardInterrupt: measuring was interrupted.
     """
     method, options = get_method(choice.strategy), {**choice.options, "drafting": "always"}
-    looks_up = "lookup" in method.drafter.unused  # that is what it does
+    looks_up = "lookup" in method.declares.unused  # that is what it does
     if not looks_up:
         options["lookup"] = False
     drafting = contender_of(f"{choice.strategy}:drafting", options)

@@ -1,4 +1,4 @@
-"""Drafters that run forwards of their own, one for each level of a tree."""
+"""Predictors that run a forward of their own for each level of a tree."""
 
 from __future__ import annotations
 
@@ -6,34 +6,27 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_spec.core.checks import MAX_DRAFT_TOKENS, count, setting
 from hf_spec.core.device import bucket, is_async, to_device
-from hf_spec.core.memory import recall
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.draft.drafter import FORWARDS
-from hf_spec.draft.grow import Children, DraftExit, Frontier, extended, grow
-from hf_spec.draft.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, fixed_size
+from hf_spec.draft.draft_cache import DraftCache, Rows, committed, whole
+from hf_spec.draft.grow import Children, Frontier, GoesOn, extended
+from hf_spec.draft.options import ADAPTIVE, CHAIN, DraftOptions
+from hf_spec.draft.policy import GROWN, DraftExit
+from hf_spec.draft.predictor import FORWARDS, Predictor
 from hf_spec.draft.state import DecodeState
 from hf_spec.modeling_patches.per_call import Changes
-from hf_spec.predict.draft_cache import DraftCache, Rows, committed, whole
-from hf_spec.predict.tree_drafter import GrowingDrafter
-from hf_spec.target.graphs import DraftProgram
 from hf_spec.target.hidden_states import Reads, captured, gather_hidden
 from hf_spec.target.noise import as_sampled
 
-# -- Base class of drafters that run a forward of their own for each level of a tree ---------------
-
 #: Depth of the deepest draft token by default.
 DEPTH = 8
-#: Draft tokens that are grown for the policy to choose from.
-GROWN = 32
 
 
 @dataclass(frozen=True)
@@ -50,60 +43,61 @@ class GrowOptions(DraftOptions):
     width: int = setting(4, rule=count(1, MAX_DRAFT_TOKENS), only={"tree": (ADAPTIVE,)})
 
 
-class ForwardDrafter(GrowingDrafter):
-    """Grows a tree level by level; each level is one forward on the likeliest nodes of the one
-    before (EAGLE-2, section 4.1).
+class LevelPredictor(Predictor):
+    """Predicts level by level; each level is one forward on the likeliest nodes of the one before
+    (EAGLE-2, section 4.1).
 
     Args:
         key: the drafter, its adapter and options: what is learned of its drafts is kept by it.
-        owner: the model that this is kept for; None for ``model``.
 
     Attributes:
-        depth: depth of the deepest draft token.
-        width: nodes of a level that are continued.
         forward_per_level: whether each level takes a forward of its own, and not only the first.
     """
 
-    token_ids: Tensor | None = None
-    forward_per_level: bool = True
     trees = {CHAIN: None}
-    unused: ClassVar[Sequence[str]] = ()
     runs = FORWARDS
+    forward_per_level: bool = True
+    width: int
+    exit: DraftExit
 
-    exit: DraftExit  # decides when to stop, where the policy chooses
-
-    def __init__(
-        self, model: Any, options: GrowOptions, key: tuple[Hashable, ...], owner: Any = None
-    ):
+    def __init__(self, model: Any, options: GrowOptions, key: tuple[Hashable, ...]):
         super().__init__(model, options)
-        self.depth = options.max_depth or DEPTH
+        self.depth, self.key = options.max_depth or DEPTH, key
         self.width = 1 if options.tree == CHAIN else options.width
-        self._key, self._owner = key, model if owner is None else owner
-        self.policy_chooses = options.num_draft_tokens == AUTO
-        self.distances = self.depth
         self._block: Tree | None = None  # the drafted nodes
         self._after: Tensor | None = None  # (batch, n, hidden) what rows after the last level take
-
-    def start(self, state: DecodeState) -> None:
-        self.exit = DraftExit(self.depth)
-        if state.timed:  # else drafts must not depend on earlier calls
-            key = *self._key, state.do_sample  # sampled text is harder to predict
-            self.exit = recall(self._owner, (DraftExit, *key), lambda: DraftExit(self.depth))
-        self.calibration = self.exit.calibration
-        self.exactly = fixed_size(self.options.num_draft_tokens, state.timed)
-
-    def catch_up(self, state: DecodeState) -> None:
-        """Called before a tree grows."""
 
     @abstractmethod
     def level(self, frontier: Frontier) -> Tensor:
         """``(batch, nodes, tokens)`` logits of what follows each node of a frontier."""
 
+    def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Levels:
+        return Levels(self, width, noise)
+
     def finish(self) -> None:
-        """Discard what :meth:`level` has cached."""
         if self.cache is not None:
             self.cache.rollback()
         self._block = self._after = None
+
+    def num_grown(self, taken: int) -> int:
+        return self.depth if self.width == 1 else self.exactly or GROWN
+
+    def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
+        cost = state.draft_cost()
+        if cost is None:
+            return depth, None
+        if is_async(state.root.device):
+            return self.exit.levels(depth, sum(state.active), cost, self.forward_per_level), None
+        return depth, self.exit.goes_on(state.active, cost, self.forward_per_level)
+
+    def num_levels(self, state: DecodeState, grows: bool) -> int:
+        levels = 0
+        if grows:
+            rows, cost = sum(state.active), state.draft_cost()
+            levels = self.exit.levels(self.depth, rows, cost, self.forward_per_level)
+        levels = min(bucket(levels), self.depth)  # few numbers, as code is made for each
+        state.stats.num_draft_forwards += levels if self.forward_per_level else min(levels, 1)
+        return levels
 
     def chain_after(self, root: Tensor) -> list[int]:
         """The likeliest token of each level, after the root of a sequence, ``(1, 1)``."""
@@ -117,90 +111,28 @@ class ForwardDrafter(GrowingDrafter):
             tokens.append(int(found))
         return tokens
 
-    @property
-    def num_grown(self) -> int:
-        """Number of draft tokens that are grown."""
-        return self.depth if self.width == 1 else self.exactly or GROWN
-
-    def propose(self, state: DecodeState) -> Tree:
-        depth = min(self.depth, state.max_depth)
-        if state.grown is None and depth < 1:
-            return Tree.roots(state.root)
-        return self.grown(state, partial(self._grow, state, depth))
-
-    def _grow(self, state: DecodeState, depth: int, trust: Sequence[float]) -> Tensor:
-        """Trees of at most this depth, packed."""
-        self.catch_up(state)
-        noise, cost, goes_on = state.noise, state.draft_cost(), None
-        if cost is not None and is_async(state.root.device):
-            depth = self.paying(state, depth, cost)
-        elif cost is not None:
-            goes_on = partial(self._goes_on, state, cost)
-        ahead = None if noise is None else partial(noise.ahead, 1, self.token_ids)
-        levels = Levels(self, self.num_grown, ahead, goes_on)
-        packed = grow(levels, state.root, self.num_grown, depth, trust, self.width)
-        state.stats.num_draft_forwards += levels.forwards
-        self.finish()
-        return packed
-
-    def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Levels:
-        return Levels(self, width, None if noise is None else lambda place: noise[:, place, None])
-
-    def num_levels(self, state: DecodeState, grows: bool = True) -> int:
-        """How many levels a program's trees have; none if they do not grow."""
-        levels = self.paying(state, self.depth, state.draft_cost()) if grows else 0
-        levels = min(bucket(levels), self.depth)  # few numbers, as code is made for each
-        state.stats.num_draft_forwards += levels if self.forward_per_level else min(levels, 1)
-        return levels
-
-    def paying(self, state: DecodeState, most: int, cost: float | None) -> int:
-        """How many levels pay, of at most so many, by how often each was right; all if the cost of
-        one in tokens is unknown."""
-        if cost is None:
-            return most
-        found = self.exit.levels(most, sum(state.active), cost)
-        if not self.forward_per_level:
-            found = most if found else 0
-        return found or int(self.exit.due())
-
-    def _goes_on(self, state: DecodeState, cost: float, frontier: Frontier) -> bool:
-        """Whether the level after a frontier pays, by its probabilities."""
-        paths = [
-            path * on for path, on in zip(frontier.log_probs.exp().sum(-1).tolist(), state.active)
-        ]
-        worth = self.exit.is_worth(frontier.depth + 1, paths, cost)
-        return worth or not frontier.depth and self.exit.due()
-
 
 @dataclass
 class Levels:
     """The levels of a tree; see :class:`hf_spec.draft.grow.Expands`.
 
     Attributes:
-        drafter: runs forwards.
+        predictor: runs forwards.
         width: children of a node, at most; one in a chain.
-        noise: what the tokens after those of so many levels will be sampled with, ``(batch, 1,
-            tokens)``, see :func:`as_sampled`; None if they are not sampled.
-        goes_on: whether to expand a frontier that takes a forward; None: always.
-        forwards: number of forwards that have run.
+        noise: see :meth:`Predictor.levels`.
     """
 
-    drafter: ForwardDrafter
+    predictor: LevelPredictor
     width: int
-    noise: Callable[[int], Tensor] | None = None
-    goes_on: Callable[[Frontier], bool] | None = None
-    forwards: int = 0
+    noise: Tensor | None
 
-    def expand(self, frontier: Frontier) -> Children | None:
-        drafter, depth = self.drafter, frontier.depth
-        if drafter.forward_per_level or not depth:
-            if self.goes_on is not None and not self.goes_on(frontier):
-                return None
-            self.forwards += 1
-        logits, ids = drafter.level(frontier).float(), drafter.token_ids
+    def expand(self, frontier: Frontier) -> Children:
+        predictor, depth = self.predictor, frontier.depth
+        predictor.forwards += predictor.forward_per_level or not depth
+        logits, ids = predictor.level(frontier).float(), predictor.token_ids
         if self.noise is not None:
-            logits = as_sampled(logits, self.noise(depth).to(logits))
-        best = logits.topk(min(1 if drafter.width == 1 else self.width, logits.shape[-1]))
+            logits = as_sampled(logits, self.noise[:, depth, None].to(logits))
+        best = logits.topk(min(1 if predictor.width == 1 else self.width, logits.shape[-1]))
         log_probs = best.values - logits.logsumexp(-1, keepdim=True)
         tokens = best.indices if ids is None else ids[best.indices]
         # Nothing is drafted from logits that have overflowed.
@@ -281,8 +213,8 @@ class DraftNetwork(ABC):
         """``(..., tokens)`` of states ``(..., hidden)``."""
 
 
-class AutoregressiveDrafter(ForwardDrafter):
-    """A :class:`ForwardDrafter` with a :class:`DraftNetwork`.
+class NetworkPredictor(LevelPredictor):
+    """A :class:`LevelPredictor` with a :class:`DraftNetwork`.
 
     Args:
         reads: the target's states that the network reads, of committed tokens.
@@ -328,12 +260,11 @@ class AutoregressiveDrafter(ForwardDrafter):
                 after = torch.where(new, after, self._root[1])
             self._root = states, after
 
-    def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
-        if self._root is None:
-            return None
-        levels = self.num_levels(state, grows)
+    def ready(self, tree: Tree, grows: bool) -> bool:
+        return self._root is not None
+
+    def reserve(self, tree: Tree, levels: int) -> None:
         self.cache.reserve(bucket(tree.num_tokens) + levels * self.width)
-        return self.grows(state, tree, self.num_grown, levels, self.width)
 
     def level(self, frontier: Frontier) -> Tensor:
         assert self._root is not None

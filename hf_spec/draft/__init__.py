@@ -1,0 +1,1 @@
+"""Drafters over predictors, growing of trees, the policy, lookups and rollouts."""

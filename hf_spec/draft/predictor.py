@@ -1,0 +1,315 @@
+"""What a method writes: what its draft trees grow from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_spec.core.device import to_device
+from hf_spec.core.memory import recall
+from hf_spec.core.shapes import ProbeGroup, TokenTree, TreeStates
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import HostResult, StepResult
+from hf_spec.draft.draft_cache import TracedDraftCache
+from hf_spec.draft.grow import Calibration, Expands, GoesOn
+from hf_spec.draft.options import AUTO, DraftOptions, fixed_size
+from hf_spec.draft.policy import DraftExit, num_grown
+from hf_spec.draft.state import DecodeState
+from hf_spec.modeling_patches.per_call import Changes
+from hf_spec.target.hidden_states import Reads
+from hf_spec.target.target import ProbeInputs
+
+#: Drafting runs modules of the model, such as its output embeddings.
+MODULES = "modules"
+#: Drafting runs forwards of its own, also of a part of the model or of another one.
+FORWARDS = "forwards"
+#: Makes a static tree from the options and the depth that is drafted.
+MakeTree = Callable[[Any, int], TokenTree]
+
+
+class Holds:
+    """Holds tensors in some of its attributes, which are inputs of recorded and compiled code.
+
+    Attributes:
+        held: names of these attributes: tensors, tuples or dictionaries of them, other parts that
+            hold some, or None.
+    """
+
+    held: ClassVar[Sequence[str]] = ()
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors that it holds, always in the same order."""
+        return tensors_in(self, self.held)
+
+    def using(self, tensors: Iterable[Tensor]) -> Self:
+        """A copy that holds these in place of :meth:`tensors`."""
+        own = copy.copy(self)
+        replace_in(own, self.held, tensors)
+        return own
+
+
+class Predictor(Holds):
+    """Predicts what may follow the committed tokens. One instance serves one ``generate()`` call.
+
+    A new one declares the hidden states that it ``reads``, and defines :meth:`advance` if it reads
+    any, :meth:`levels`, and :meth:`chain` for stock assisted decoding. All else has a default.
+    :class:`Drafter` makes trees of it, eagerly or within recorded and compiled steps.
+
+    Attributes:
+        reads: the target's hidden states that :meth:`advance` gets.
+        trees: values of the option ``tree`` besides ``adaptive``, the default of the static ones
+            first; None for one that is made in a way of its own. If there are static ones, rank
+            paths are a value, too.
+        unused: options of all strategies that it has no use for.
+        can_sample: whether draft tokens can be sampled; they then carry the distribution that they
+            were sampled from.
+        runs: what drafting runs: nothing, :data:`MODULES` or :data:`FORWARDS`.
+        depth: how many tokens after the next one it predicts.
+        width: nodes of a level that go on, the likeliest ones; None for all.
+        static: the tree of each state, that is, for each number of predicted tokens; None for trees
+            that grow by probabilities.
+        weighs: whether trees use the probabilities of predictions; otherwise only their order.
+        policy_chooses: whether the policy chooses among its draft tokens by their probabilities.
+        exactly: number of draft tokens, with which trees are forwarded whole; None if the policy
+            chooses among them.
+        exit: what is learned of its drafts, and how deep they pay; None to take probabilities as
+            they are.
+        key, owner: what is learned is kept by this key for this model.
+        token_ids: ``(tokens,)`` int64 ids that it predicts, ascending; None for all.
+        probe_inputs: the learned inputs of its probes, if it has any.
+        group: the probes of a node; empty if there are none.
+        per_distance: probes per distance; 0 if predictions take no step tokens, so that every step
+            has all of them.
+        num_predicted: distances that each row has predictions for; a tensor ``(batch,)`` if the
+            host does not know.
+        per_row: names of attributes with what :meth:`advance` makes of each sequence from what is
+            there: tensors ``(batch, ...)``, tuples of them, or None. They follow the batch, and a
+            program takes them and gives them anew.
+        cache: a KV cache of its own; None if it has none.
+        forwards: forwards that have run while a tree grew.
+        drafting: changes to the model while it drafts; None if drafting does not run it.
+        beside: modules beside the model that drafting runs, such as an assistant.
+        kind: what forwards depend on besides all this.
+        outside: why drafting is not in recorded or compiled code; None if it is.
+        reads_cache: whether it reads the model's KV cache.
+    """
+
+    reads: Reads = Reads()
+    trees: ClassVar[Mapping[str, MakeTree | None]] = {}
+    unused: ClassVar[Sequence[str]] = ()
+    can_sample: ClassVar[bool] = False
+    runs: ClassVar[str] = MODULES
+    depth: int
+    width: int | None = None
+    static: TreeStates | None = None
+    weighs: bool = True
+    exactly: int | None = None
+    exit: DraftExit | None = None
+    key: Sequence[Hashable]
+    token_ids: Tensor | None = None
+    probe_inputs: ProbeInputs | None = None
+    group: ProbeGroup = ProbeGroup.causal(0)
+    per_distance: int = 0
+    num_predicted: Any = ()
+    per_row: ClassVar[Sequence[str]] = ()
+    cache: Any = None
+    forwards: int = 0
+    drafting: Changes | None = None
+    beside: Sequence[nn.Module] = ()
+    kind: Hashable = None
+    outside: str | None = None
+    reads_cache: bool = False
+
+    def __init__(self, model: PreTrainedModel, options: DraftOptions):
+        self.model, self.owner = model, model
+        self.options: Any = options  # of the method's own class
+        self.key = type(self).__module__, type(self).__qualname__
+        if options.max_depth is not None and hasattr(self, "depth"):
+            self.depth = min(self.depth, options.max_depth)
+        self.policy_chooses = options.num_draft_tokens == AUTO
+
+    # -- the two verbs -------------------------------------------------------------------------
+
+    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
+        """Called when tokens have been committed; the arguments as of :meth:`Drafter.advance`.
+        Within recorded and compiled steps the host knows nothing of the result."""
+
+    def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Expands:
+        """What a tree grows from.
+
+        Args:
+            root: ``(batch,)`` tokens.
+            depth: number of levels, from 1.
+            width: largest number of children that a node may need.
+            noise: ``(batch, depth, tokens)`` what draft tokens, of :attr:`token_ids`, will be
+                sampled with, see :func:`as_sampled`; None if they are not sampled.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define levels()")
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        """The likeliest tokens after a sequence, ``(1, seq)`` without padding."""
+        raise NotImplementedError(f"{type(self).__name__} does not define chain()")
+
+    # -- a call ------------------------------------------------------------------------------
+
+    def start(self, state: DecodeState) -> None:
+        """Called once, before the prompt's :meth:`advance`."""
+        self.exactly = fixed_size(self.options.num_draft_tokens, state.timed)
+        runs = self.runs == FORWARDS
+        # Where nothing may depend on time, nor may drafts depend on earlier calls.
+        if state.timed and self.weighs and (runs or self.policy_chooses):
+            key = DraftExit, *self.key, self.depth, state.do_sample  # sampled text is harder
+            self.exit = recall(self.owner, key, lambda: DraftExit(self.depth))
+        elif runs:
+            self.exit = DraftExit(self.depth)
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """Learned of its trees, and learning; None to take probabilities as they are."""
+        return None if self.exit is None else self.exit.calibration
+
+    @property
+    def trust(self) -> Sequence[float]:
+        """Terms to add to log-probabilities, per distance."""
+        return () if self.calibration is None else self.calibration.log_factors
+
+    @property
+    def reach(self) -> int:
+        """How deep the step's trees may be."""
+        return self.depth
+
+    def catch_up(self, state: DecodeState) -> None:
+        """Called before a tree grows outside of recorded and compiled steps."""
+
+    def drafted(self, state: DecodeState) -> Tree | None:
+        """The step's trees where they are made in a way of its own; None where they grow."""
+        return None
+
+    def chosen(self, state: DecodeState, depth: int) -> tuple[Tensor, Tensor | None] | None:
+        """Tokens of static chains, ``(batch, 1 + depth)``, where not simply the likeliest ones are
+        drafted, and their distributions ``(batch, 1 + depth, vocab)`` if they are sampled."""
+        return None
+
+    def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
+        """How deep the step's trees grow, at most so deep, and what decides before each level
+        whether they go on; None if nothing does."""
+        return depth, None
+
+    def num_grown(self, taken: int) -> int:
+        """Number of draft tokens that are grown, after a step with so many nodes with tokens."""
+        return self.exactly or num_grown(taken)
+
+    def finish(self) -> None:
+        """Discard what a tree that has grown leaves behind."""
+
+    def proposed(self, root: Tensor, kept: Sequence[Tensor]) -> None:
+        """Called with the step's roots, and what :meth:`kept` gave when its trees grew."""
+
+    def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
+        """Called after each step; the arguments as of :meth:`Drafter.observe`."""
+
+    def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
+        """See :meth:`Drafter.attach_probes`."""
+        return tree
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Called between two steps; see :meth:`Drafter.select`."""
+        if self.cache is not None:
+            self.cache.select(rows)
+        of_rows = tensors_in(self, self.per_row)
+        replace_in(self, self.per_row, (one[to_device(rows, one.device)] for one in of_rows))
+
+    def release(self) -> list[Tensor]:
+        """The buffers that compiled code of later calls may use, once the call is over."""
+        return [] if self.cache is None else self.cache.states.release()
+
+    def details(self) -> dict[str, Any]:
+        """Entries for ``SpecStats.details``."""
+        return {}
+
+    # -- within recorded and compiled steps ----------------------------------------------------
+
+    def ready(self, tree: Tree, grows: bool) -> bool:
+        """Whether :meth:`advance` can be part of a step with these trees; ``grows``: whether trees
+        of the next step are wanted."""
+        return grows
+
+    def num_levels(self, state: DecodeState, grows: bool) -> int:
+        """How deep the trees of the next step are."""
+        return self.depth
+
+    def reserve(self, tree: Tree, levels: int) -> None:
+        """Make room for a step with these trees and a tree of so many levels, so that buffers stay
+        where they are."""
+
+    def carried(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Hashable]:
+        """What it works with: tensors in fixed memory, others, and a key of all else that matters
+        besides shapes."""
+        cache, of_rows = self.cache, tensors_in(self, self.per_row)
+        if cache is None:
+            return self.tensors(), of_rows, None
+        return [*self.tensors(), *cache.tensors()], [cache.lengths, *of_rows], cache.layout
+
+    def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
+        """A copy that works with these tensors in place of those of :meth:`carried`; ``in_place``:
+        see :meth:`TreeCache.traced_with`."""
+        parts = iter(tensors)
+        own = self.using(parts)
+        if self.cache is not None:
+            held = [next(parts) for _ in self.cache.tensors()]
+            own.cache = TracedDraftCache(self.cache, held, next(parts), in_place)
+        replace_in(own, self.per_row, parts)
+        return own
+
+    @property
+    def num_kept(self) -> int:
+        """Number of tensors that :meth:`kept` gives."""
+        return len(self.kept())
+
+    def kept(self) -> Sequence[Tensor]:
+        """What :meth:`received` gets besides the trees."""
+        return tensors_in(self, self.per_row)
+
+    def received(self, found: Sequence[Tensor], result: StepResult) -> None:
+        """Called after the step with the trees and :meth:`kept`, in place of :meth:`advance`."""
+        replace_in(self, self.per_row, found[1:])
+        if self.cache is not None:
+            assert result.host is not None
+            self.cache.commit(result.host.counts)
+
+
+def tensors_in(owner: Any, names: Sequence[str]) -> list[Tensor]:
+    """All tensors in attributes of these names, see :attr:`Holds.held`, always in the same
+    order."""
+    return [one for name in names for one in _inside(getattr(owner, name))]
+
+
+def replace_in(owner: Any, names: Sequence[str], tensors: Iterable[Tensor]) -> None:
+    """Put the next tensors in place of :func:`tensors_in`."""
+    rest = iter(tensors)
+    for name in names:
+        setattr(owner, name, _replaced(getattr(owner, name), rest))
+
+
+def _inside(value: Any) -> list[Tensor]:
+    if value is None or isinstance(value, Tensor):
+        return [] if value is None else [value]
+    if isinstance(value, Holds):
+        return value.tensors()
+    parts = value.values() if isinstance(value, Mapping) else value
+    return [one for part in parts for one in _inside(part)]
+
+
+def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
+    if value is None or isinstance(value, Tensor):
+        return None if value is None else next(tensors)
+    if isinstance(value, Holds):
+        return value.using(tensors)
+    if isinstance(value, Mapping):
+        return {name: _replaced(part, tensors) for name, part in value.items()}
+    parts = [_replaced(part, tensors) for part in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
