@@ -7,6 +7,7 @@ nothing else: a call that names no strategy runs as if hf_spec were not there.
 from __future__ import annotations
 
 import sys as _sys
+from importlib.util import find_spec as _find_spec
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
@@ -15,6 +16,10 @@ if _TYPE_CHECKING:
     from hf_spec.tools.bench.runner import benchmark
 
 __version__ = "0.2.0"
+
+if _find_spec("hf_spec.modeling_patches") is None:
+    # Python runs in a clone, whose folder hides the installed package: there it lies beside this.
+    __path__.append(str(_Path(__file__).resolve().parents[1]))
 
 #: Whether ``hf-spec`` has been started, whose help does not wait for PyTorch: its commands run this
 #: file once more (`hf_spec.tools.cli.common.load_library`).

@@ -106,6 +106,33 @@ def required(lines: list[str]) -> set[str]:
     return {{"pyyaml": "yaml"}.get(name, name) for name in names}
 
 
+def test_a_clone_hides_the_package(tmp_path: Path) -> None:
+    """Without an editable install, as if another copy were installed: Python finds what runs in the
+    clone's folder, and that is whole."""
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    for name in PACKAGES:
+        (clone / name).symlink_to(ROOT / name, target_is_directory=True)
+    program = (
+        f"import sys; sys.path += {others!r}\n"
+        "import hf_spec, hf_spec.modeling_patches.weights as w\n"
+        "from importlib.resources import files\n"
+        "assert (files('hf_spec.hub_cards') / 'adapter_card.md').is_file()\n"
+        "assert hf_spec.strategies()\n"
+        "print(w.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        cwd=clone,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).samefile(ROOT / "modeling_patches" / "weights.py")
+
+
 def test_what_is_imported_is_declared() -> None:
     """Of the library in install_requires, of the tools there or in the extra that they need."""
     needed = required(listed("options", "install_requires"))
