@@ -429,6 +429,8 @@ def take_over(
     windowed = any(tensor.shape[2] < count for tensor in held.values())
     cache.set_lengths(lengths, lengths if windowed else None)
     states, layers = cache.states, source.layers
+    if cache.recurrent is not None:  # before layers are emptied: an interrupt leaves all or none
+        cache.recurrent.take_over(layers, cache.host_lengths)
     states.windows = _windows(layers)
     states.front, states.limit = aligned(front), None if more is None else cache.max_length + more
     states.reserve(states.ahead(cache.max_length))
@@ -443,8 +445,6 @@ def take_over(
             left[index] -= 1
             if not left[index]:
                 _free(layer)
-    if cache.recurrent is not None:
-        cache.recurrent.take_over(layers, cache.host_lengths)
 
 
 def _windows(layers: Sequence[Any]) -> dict[int, int]:

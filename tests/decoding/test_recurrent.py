@@ -25,6 +25,7 @@ from hf_spec.cache.recurrent import stock_states
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.draft.policy import StepPolicy
 from hf_spec.methods.registry import methods
+from hf_spec.modeling_patches import per_call
 from hf_spec.modeling_patches.modules import CACHE
 from hf_spec.modeling_patches.support import empty_cache
 
@@ -325,6 +326,10 @@ def test_an_interrupt_at_any_line(given: str) -> None:
     numbers = once_each(passed)
     ours = [n for n in numbers if passed[n][0] == recurrent_module.__file__]
     others = [n for n in numbers if n not in ours]
+    if given == "dynamic":
+        # The prompt's forward over this cache is Transformers' own. Interrupted where it asks us
+        # for a function, it leaves layers at different tokens, as in plain generation.
+        others = [n for n in others if passed[n][0] != per_call.__file__]
     rng = random.Random(given)
     if not os.environ.get(EVERY_CASE):
         ours, others = rng.sample(ours, 12), rng.sample(others, 6)
