@@ -33,7 +33,7 @@ venv: $(STAMP)
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf_spec needs Python 3.11 or newer; choose one with make PYTHON=python3.12")'
 	@echo 'One-time set-up of $(VENV), which takes minutes: PyTorch, Transformers and the tools for development.'
-	@echo 'They take 2 GB of disk with a PyTorch for CPUs; where pip chooses one for CUDA, several GB more.'
+	@echo 'They take 3 GB of disk with a PyTorch for CPUs; where pip chooses one for CUDA, several GB more.'
 	@echo '1/3 an empty environment'
 	@$(PYTHON) -m venv $(VENV)
 	@echo '2/3 the latest pip (25.1 and newer know dependency groups)'

@@ -118,7 +118,7 @@ def test_the_readme_has_the_speeds_of_the_benchmark_page() -> None:
     page, read_table = (DOCS / "inside" / "benchmarks.md").read_text(), load_table_reader()
     assert len(readme.splitlines()) <= 110
     measured = {row[0]: row[2].split()[0] for row in read_table(page, "### bfloat16, with AMX")[1]}
-    shown = [(name, speed) for name, _, speed in read_table(readme, "does its own set-up")[1]]
+    shown = [(name, speed) for name, _, speed in read_table(readme, "sets up `.venv`")[1]]
     strategies = {name: re.findall(r"\[(\w+)\]", name) for name, _ in shown}
     assert sorted(sum(strategies.values(), ["plain"])) == sorted(registry.methods())
     for name, speed in shown:
