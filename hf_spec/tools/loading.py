@@ -150,7 +150,8 @@ def check_adapter(place: str, folder: bool = False) -> None:
             raise ValueError(f"cannot read adapter {place!r}: there is no such folder")
         return  # a repository on the Hub
     if not (path / CONFIGS[1]).is_file():
-        raise ValueError(f"cannot read adapter {place!r}: the folder has no {CONFIGS[1]}")
+        model = "; it is a model's: give an adapter's" if (path / CONFIGS[0]).is_file() else ""
+        raise ValueError(f"cannot read adapter {place!r}: the folder has no {CONFIGS[1]}{model}")
     with explained(f"cannot read adapter {place!r}", OSError, ValueError):
         if not isinstance(read_json(path / CONFIGS[1]).get("peft_type"), str):
             raise ValueError(f"its {CONFIGS[1]} names no peft_type")
@@ -172,8 +173,6 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
         with explained(f"cannot read adapter {path!r}", *BROKEN):
             config = hf_spec.SpecConfig.from_pretrained(path)
             strategy = config.assistant_strategy
-            if not strategy:
-                raise ValueError("its generation_config.json names no assistant_strategy")
             method = get_method(strategy)
             options = method.today(config.assistant_kwargs or {})
             changes: Any = getattr(method.adapter_config, "changes_model", False)
