@@ -5,15 +5,34 @@ Everything else of the server is its own.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
 from transformers.cli.serving import model_manager, server, utils
 
+from hf_spec.core.checks import explained
+from hf_spec.modeling_patches.per_call import patch_method
 from hf_spec.threads import Lock
 
 _preparing = Lock()
+
+
+@patch_method(utils.BaseHandler, "_build_generation_config")
+def build_generation_config(
+    original: Any, self: Any, body: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A request's ``generation_config`` is an object, or a text that holds one as JSON."""
+    given = body.get("generation_config")
+    if isinstance(given, str):
+        with explained("generation_config is not JSON", ValueError, RecursionError):
+            given = json.loads(given)
+    if not isinstance(given, dict | None):
+        raise ValueError("generation_config must be an object, or JSON of one, such as {}")
+    body = {**body, "generation_config": None if given is None else json.dumps(given)}
+    with explained("generation_config", TypeError):
+        return original(self, body, *args, **kwargs)
 
 
 def on_load(prepare: Callable[[Any], None]) -> None:

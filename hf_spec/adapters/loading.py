@@ -369,7 +369,10 @@ def require_active(
     if layer is not None and layer.adapters:
         name = min(layer.adapters)
         wanted = _to_set(model, layer, name)
-        remedy = f"activate {name!r} with enable_adapters() or set_adapter({wanted!r})"
+        remedy = (
+            f"activate {name!r} with enable_adapters() or set_adapter({wanted!r}), or leave the "
+            "`disable_adapter` block"
+        )
     else:
         others = active_types(model)
         if others:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers import Cache, CompileConfig, GenerationConfig, PreTrainedModel
 
 from hf_spec.adapters.config import GENERATION
 from hf_spec.adapters.layer import Adapter
@@ -29,7 +29,7 @@ from hf_spec.draft.options import ACCEPTANCE_RULES, AUTO, DraftOptions, with_pla
 from hf_spec.files import is_path, read_json
 from hf_spec.methods.registry import Method, get_method, methods
 from hf_spec.modeling_patches.attention_masks import check_attention
-from hf_spec.modeling_patches.modules import unwrapped
+from hf_spec.modeling_patches.modules import CACHE, unwrapped
 from hf_spec.modeling_patches.support import (
     activated_loras,
     averaging_adapters,
@@ -470,7 +470,15 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
 
 def check_arguments(model: Any, strategy: Any, arguments: Mapping[str, Any]) -> None:
     """Raise a ValueError if an option of a strategy, or a name much like one, is an argument of a
-    call of ``generate``, and no argument of ``generate`` or of the model's forward."""
+    call of ``generate``, and no argument of ``generate`` or of the model's forward; or if what is
+    given as a cache is none."""
+    for name in ("cache", "past_key_values"):
+        given = arguments.get(name)
+        if given is not None and not isinstance(given, Cache):
+            remedy = "a DynamicCache, the TreeCache of an earlier call, or no cache"
+            if isinstance(getattr(given, CACHE, None), Cache):
+                remedy = f"the cache of this output, {name}=output.{CACHE}"
+            raise ValueError(f"the given cache is of type {type(given).__name__}. Give {remedy}.")
     forward = inspect.signature(model.forward).parameters
     own = {name: value for name, value in arguments.items() if name not in forward}
     _check_strays(strategy, own)

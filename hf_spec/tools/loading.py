@@ -97,9 +97,8 @@ def _explained(path: str) -> Iterator[None]:
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils.logging import disable_progress_bar
 
+    check_model(path)
     folder = Path(path)
-    if is_path(path) and not folder.is_dir():
-        raise ValueError(f"cannot load model {path!r}: there is no such folder")
     if folder.is_dir() and not any((folder / name).is_file() for name in CONFIGS):
         raise ValueError(f"cannot load model {path!r}: the folder has no {CONFIGS[0]}")
     if (folder / CONFIGS[1]).is_file() and not any(folder.glob("tokenizer*")):
@@ -112,6 +111,12 @@ def _explained(path: str) -> Iterator[None]:
     kinds = OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError
     with explained(f"cannot load model {path!r}", *kinds):
         yield
+
+
+def check_model(path: str) -> None:
+    """Raise a ValueError if a model's path is of a folder that is not there. Loads no library."""
+    if is_path(path) and not Path(path).is_dir():
+        raise ValueError(f"cannot load model {path!r}: there is no such folder")
 
 
 def chosen_device(device: str | None) -> str:

@@ -92,7 +92,8 @@ def diagnose(
     measured = {
         "tau": f"{tau:.2f} tokens per step where every step drafts"
         + ("" if looks_up else ", without lookups"),
-        "speedup": f"{speedup:.2f}x plain generate, on defaults",
+        "speedup": f"{speedup:.2f}x plain generate, with the default options"
+        + ("" if looks_up else ", which also look up n-grams"),
         "positions": " ".join(f"{i}: {bar(p)} {p:.0%}" for i, p in enumerate(positions, 1)),
         "tasks": ", ".join(f"{task} {one:.2f}" for task, one in tasks.items()),
     }
