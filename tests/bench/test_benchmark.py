@@ -50,6 +50,7 @@ def test_table_frame_and_plot(result):
     text = str(result)
     assert re.search(r"prompt_lookup:one +[\d.]+ +[\d.]+x .*5 identical", text)
     assert "intervals in brackets" in text and "generate=1.00x" in repr(result)
+    assert "rest of generate() " in text
     frame = result.to_pandas()
     assert [*frame["strategy"]] == [row["strategy"] for row in result.rows]
     assert {*frame.columns} == FIGURES - {"stats"}
