@@ -12,7 +12,6 @@ from weakref import WeakSet
 
 from transformers.cli.serving import model_manager, server, utils
 
-from hf_spec.core.checks import explained
 from hf_spec.modeling_patches.per_call import patch_method
 from hf_spec.threads import Lock
 
@@ -26,13 +25,17 @@ def build_generation_config(
     """A request's ``generation_config`` is an object, or a text that holds one as JSON."""
     given = body.get("generation_config")
     if isinstance(given, str):
-        with explained("generation_config is not JSON", ValueError, RecursionError):
+        try:
             given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"generation_config is not JSON: {error}") from error
     if not isinstance(given, dict | None):
         raise ValueError("generation_config must be an object, or JSON of one, such as {}")
     body = {**body, "generation_config": None if given is None else json.dumps(given)}
-    with explained("generation_config", TypeError):
+    try:
         return original(self, body, *args, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"generation_config: {error}") from error
 
 
 def on_load(prepare: Callable[[Any], None]) -> None:
