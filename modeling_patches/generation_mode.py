@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from contextvars import ContextVar
+from difflib import get_close_matches
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -171,6 +172,9 @@ def _wrap_generate(mode: Mode) -> None:
         value = mode.option_of_call(self, args, kwargs)
         if value is not None:
             mode.check_names(self, value, kwargs)
+        for own_name in mode.attributes:
+            for name in get_close_matches(own_name, kwargs.keys() - {*mode.attributes}, 1, 0.85):
+                raise ValueError(f"generate has no argument {name!r} (did you mean {own_name!r}?).")
         if own is None:
             token = _turned_off.set(switch in kwargs and kwargs[switch] is None)
             try:

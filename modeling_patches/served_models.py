@@ -5,15 +5,37 @@ Everything else of the server is its own.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
 from transformers.cli.serving import model_manager, server, utils
 
+from hf_spec.modeling_patches.per_call import patch_method
 from hf_spec.threads import Lock
 
 _preparing = Lock()
+
+
+@patch_method(utils.BaseHandler, "_build_generation_config")
+def build_generation_config(
+    original: Any, self: Any, body: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A request's ``generation_config`` is an object, or a text that holds one as JSON."""
+    given = body.get("generation_config")
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"generation_config is not JSON: {error}") from error
+    if not isinstance(given, dict | None):
+        raise ValueError("generation_config must be an object, or JSON of one, such as {}")
+    body = {**body, "generation_config": None if given is None else json.dumps(given)}
+    try:
+        return original(self, body, *args, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"generation_config: {error}") from error
 
 
 def on_load(prepare: Callable[[Any], None]) -> None:

@@ -191,11 +191,11 @@ def test_names_of_adapters_that_do_not_fit(base_path: str, tmp_path: Path) -> No
     (tmp_path / "newer").mkdir()
     (tmp_path / "newer" / "adapter_config.json").write_text('{"peft_type": "ALIEN"}')
     wrong = {
-        "propd": ("broken", "cannot read adapter='.*broken': Expecting"),
+        "propd": ("broken", "cannot read adapter='.*broken': '.*adapter_config.json' is not JSON"),
         "ppd": ("newer", "cannot read adapter='.*newer': KeyError: 'ALIEN'"),
         "bita": ("heads", r"of type MEDUSA, one of BITA is needed: name the strategy 'medusa'"),
         "medusa": ("lora", r"of type LORA: it drafts nothing\. Attach it"),
-        "prompt_lookup": ("heads", "no option 'adapter'"),
+        "prompt_lookup": ("heads", "no option 'adapter': it needs no adapter. Name .* or 'auto'"),
         "auto": ("none", "there is no such folder"),
     }
     for name, (folder, message) in wrong.items():

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_checkpoint import load_checkpoint, write_prompts
+from transformers.utils.import_utils import is_serve_available
 
 import hf_spec
 from hf_spec.target import packed_weights
@@ -191,6 +192,10 @@ def test_missing_arguments(capsys):
     assert "Usage: hf-spec" in capsys.readouterr().out
     assert cli.main(["bench"]) == 2
     assert "Missing option '--model'" in capsys.readouterr().err
+    assert cli.main(["doctor", "some/model"]) == 2
+    assert "(some/model) (did you mean --model?)" in capsys.readouterr().err
+    assert cli.main(["doctor", "--model", "some/model", "more"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
 
 
 def test_serve_says_what_is_missing(monkeypatch, capsys):
@@ -218,6 +223,20 @@ def test_serve_hands_all_other_arguments_over(monkeypatch):
     assert cli.main(["serve", "--port", "1", "--strategy", "none", "some/model"]) == 0
     assert len(prepared) == 2
     assert given == [["serve", "some/model", "--port", "1"], ["serve", "--port", "1", "some/model"]]
+
+
+@pytest.mark.skipif(not is_serve_available(), reason="needs the packages of hf_spec[serve]")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("some/model --strateg plain", "No such option: --strateg (did you mean '--strategy'?)"),
+        ("some/model --adaptor=x", "No such option: --adaptor (did you mean '--adapter'?)"),
+        ("./nowhere --port 1", "cannot load model './nowhere': there is no such folder"),
+    ],
+)
+def test_serve_checks_what_it_hands_over(capsys, words, message):
+    assert cli.main(["serve", *words.split()]) == 2
+    assert capsys.readouterr().err == f"hf-spec: {message}\n"  # and nothing of strategies
 
 
 def test_an_unexpected_error_keeps_its_traceback(monkeypatch):

@@ -51,6 +51,7 @@ def test_the_command_prints_json(capsys):
     assert {*found["auto"]} == {"takes"}  # an active adapter comes first
     measured = found["acceptance of medusa, 2 prompts"]
     assert float(measured["tau"].split()[0]) >= 1 and measured["positions"].startswith("1: ")
+    assert measured["speedup"].endswith("with the default options, which also look up n-grams")
     assert measured["tasks"].split()[0] == "question"
     assert any("no chat template" in line for line in found["findings"])
     assert any("Training ended with tau" in line for line in found["findings"])

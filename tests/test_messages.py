@@ -90,6 +90,7 @@ MESSAGES = [
     ("train bita --adapter /none", "cannot read adapter '/none': there is no such folder"),
     ("train bita --adapter .", "cannot read adapter '.': the folder has no adapter_config.json"),
     ("bench --adapter broken", "adapter_config.json' must hold a JSON object"),
+    ("bench --adapter model", "has no adapter_config.json; it is a model's: give an adapter's"),
     ("card /none", "cannot read adapter '/none': there is no such folder"),
     ("push . org/name", "cannot read adapter '.': the folder has no adapter_config.json"),
     ("export skip --format sglang", "adapters of 'layer_skip' cannot be exported to other"),
@@ -119,6 +120,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hf_spec.SpaceConfig(update="lora").save_pretrained(folder / "tuned")
     hf_spec.SpecConfig("space").save_pretrained(folder / "tuned")
     hf_spec.SpecConfig("space").save_pretrained(folder / "broken")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
     (folder / "broken" / "adapter_config.json").write_text("[1]")
     return folder
 

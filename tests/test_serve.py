@@ -11,12 +11,13 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny_checkpoint import plain_text
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils.import_utils import is_serve_available
 
 import hf_spec
@@ -156,6 +157,12 @@ def test_the_server_goes_on_after_a_bad_request(server):
             with pytest.raises(openai.BadRequestError, match=message) as error:
                 ask(server, PROMPTS[0], stream, **config(max_new_tokens=4, **options))
             assert error.value.status_code == 400
+    with pytest.raises(openai.BadRequestError, match="generation_config is not JSON"):
+        ask(server, PROMPTS[0], extra_body={"generation_config": "{"})
+    given = {"generation_config": {"do_sample": False, "max_new_tokens": 4}}
+    assert ask(server, PROMPTS[0], extra_body=given) == ask(
+        server, PROMPTS[0], **config(**given["generation_config"])
+    )
     with pytest.raises(openai.BadRequestError, match="tokens, and the model's context holds"):
         ask(server, PROMPTS[0] * 10_000)
     assert ask(server, PROMPTS[0], temperature=0, max_tokens=4)
@@ -226,6 +233,29 @@ def test_an_adapter_of_another_base_does_not_start(checkpoint):
 def test_what_does_not_go_together(adapters, strategy, batching, message):
     with pytest.raises(ValueError, match=message):
         _prepare_models(adapters, strategy, None, batching)
+
+
+@needs_packages
+@pytest.mark.parametrize("kind", ["object", "JSON"])
+def test_a_request_s_generation_config_is_an_object_or_json(kind):
+    from transformers.cli.serving.completion import CompletionHandler
+
+    from hf_spec.modeling_patches import served_models
+
+    assert served_models.utils.BaseHandler
+    build = CompletionHandler(None, SimpleNamespace(_compile=False))._build_generation_config
+    given = {"assistant_strategy": "plain", "top_k": 3}
+    given = json.dumps(given) if kind == "JSON" else given
+    config = build({"generation_config": given}, GenerationConfig())
+    assert (config.assistant_strategy, config.top_k) == ("plain", 3)
+    assert build({"max_tokens": 3}, GenerationConfig()).max_new_tokens == 3
+    refused = {
+        "{top_k: 3}": "generation_config is not JSON: Expecting", "[1]": "must be an object",
+        '{"max_new_tokens": "x"}': "generation_config: '<=' not supported",
+    }  # fmt: skip
+    for text, message in refused.items():
+        with pytest.raises(ValueError, match=message):  # which the server answers with 400
+            build({"generation_config": text}, GenerationConfig())
 
 
 @needs_packages

@@ -181,6 +181,18 @@ def _keep(base: Any, place: str, state: Hashable, adapter: Adapter) -> Adapter:
 
 def _read_unattached(base: Any, place: str) -> Adapter:
     _check_there(f"adapter={place!r}", place)
+    folder = Path(place)
+    attached = {name for layer in layers_of(base) for name in layer.adapters}
+    if not folder.exists() and place in attached.union(getattr(base, "peft_config", {})):
+        raise ValueError(
+            f"adapter={place!r}: this one is attached to the model. Leave adapter out; "
+            f"model.set_adapter({place!r}) activates it, unless it is active."
+        )
+    if (folder / "config.json").is_file() and not (folder / CONFIG).is_file():
+        raise ValueError(
+            f"cannot read adapter={place!r}: the folder has no {CONFIG}; it is a model's. Give an "
+            "adapter's folder."
+        )
     origin = _origin(place, {})
     with explained(f"cannot read adapter={place!r}", ValueError, OSError, *UNFIT):
         config = _read_config(origin)
@@ -268,6 +280,9 @@ def _asked(given: Mapping[str, Any]) -> Origin | None:
 
 
 def _read_config(origin: Any) -> Any:
+    path = origin.file(CONFIG)
+    if path is not None:
+        read_json(path)  # which names the file if it is broken
     return PeftConfig.from_pretrained(origin.place, **origin.download)
 
 
@@ -354,7 +369,10 @@ def require_active(
     if layer is not None and layer.adapters:
         name = min(layer.adapters)
         wanted = _to_set(model, layer, name)
-        remedy = f"activate {name!r} with enable_adapters() or set_adapter({wanted!r})"
+        remedy = (
+            f"activate {name!r} with enable_adapters() or set_adapter({wanted!r}), or leave the "
+            "`disable_adapter` block"
+        )
     else:
         others = active_types(model)
         if others:

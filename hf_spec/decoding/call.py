@@ -10,12 +10,13 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers import Cache, CompileConfig, GenerationConfig, PreTrainedModel
 
 from hf_spec.adapters.config import GENERATION
 from hf_spec.adapters.layer import Adapter
@@ -24,11 +25,11 @@ from hf_spec.cache.attention import SMALLEST
 from hf_spec.core.checks import UNFIT, check_count, check_names, explained, first_line
 from hf_spec.core.memory import memory
 from hf_spec.draft.drafter import Drafter
-from hf_spec.draft.options import ACCEPTANCE_RULES, AUTO, DraftOptions
+from hf_spec.draft.options import ACCEPTANCE_RULES, AUTO, DraftOptions, with_place
 from hf_spec.files import is_path, read_json
 from hf_spec.methods.registry import Method, get_method, methods
 from hf_spec.modeling_patches.attention_masks import check_attention
-from hf_spec.modeling_patches.modules import unwrapped
+from hf_spec.modeling_patches.modules import CACHE, unwrapped
 from hf_spec.modeling_patches.support import (
     activated_loras,
     averaging_adapters,
@@ -95,7 +96,8 @@ class SpecConfig(GenerationConfig):
         **kwargs: everything a ``GenerationConfig`` takes.
 
     Raises:
-        ValueError: if a strategy, option or value is unknown.
+        ValueError: if a strategy, option or value is unknown, or an option of a strategy stands
+            beside ``assistant_kwargs`` instead of in it.
     """
 
     def __init__(
@@ -104,6 +106,9 @@ class SpecConfig(GenerationConfig):
         assistant_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ):
+        _check_strays(assistant_strategy, kwargs)
+        if isinstance(assistant_kwargs, dict):
+            assistant_kwargs = with_place(assistant_kwargs)
         if assistant_strategy == AUTO:
             _check_options_of_all(assistant_kwargs or {})
         elif assistant_strategy is not None:
@@ -120,11 +125,23 @@ class SpecConfig(GenerationConfig):
         self.assistant_kwargs = assistant_kwargs or {}
 
     @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """See ``GenerationConfig``. Unknown fields, which files of others may have, are kept."""
+        strays = {name: config_dict[name] for name in strays_among(config_dict)}
+        known = {name: value for name, value in config_dict.items() if name not in strays}
+        found = super().from_dict(known, **kwargs)
+        for name, value in strays.items():
+            setattr(found[0] if isinstance(found, tuple) else found, name, value)
+        return found
+
+    @classmethod
     def from_pretrained(cls, pretrained_model_name: Any, *args: Any, **kwargs: Any) -> Any:
         """Read the configuration of a folder or a repository on the Hub; see ``GenerationConfig``.
 
         Raises:
             OSError: there is none; the message says whether there is such a folder.
+            ValueError: it cannot be read, or names no strategy, as a model's own, and none is given
+                as a keyword.
         """
         name = str(pretrained_model_name)
         if not Path(name).exists() and is_path(name):
@@ -142,7 +159,7 @@ class SpecConfig(GenerationConfig):
             read_json(file)  # which says what is wrong with it
         try:
             with explained(f"cannot read a SpecConfig from {name!r}", ValueError, *UNFIT):
-                return super().from_pretrained(pretrained_model_name, *args, **kwargs)
+                found = super().from_pretrained(pretrained_model_name, *args, **kwargs)
         except OSError as error:
             if Path(name).exists():
                 raise
@@ -150,6 +167,14 @@ class SpecConfig(GenerationConfig):
                 f"cannot read a SpecConfig from {name!r}: there is no such folder here, and on the "
                 f"Hub: {first_line(error)}"
             ) from error
+        config = found[0] if isinstance(found, tuple) else found  # with unused keywords
+        if config.assistant_strategy is None and "assistant_strategy" not in kwargs:
+            raise ValueError(
+                f"cannot read a SpecConfig from {name!r}: its {file.name} names no "
+                "assistant_strategy, as a model's own does not. Give an adapter's folder, or the "
+                f"strategy: SpecConfig.from_pretrained({name!r}, assistant_strategy={AUTO!r})."
+            )
+        return found
 
 
 # -- ``assistant_strategy="auto"``: the strategy that fits what a call has -------------------------
@@ -215,7 +240,7 @@ def resolve_auto(model: Any, config: GenerationConfig, assistant: Any = None) ->
     if config.assistant_strategy != AUTO:
         return
     given = config.assistant_kwargs or {}
-    place = given.get("adapter") if isinstance(given, dict) else None
+    place = with_place(given).get("adapter") if isinstance(given, dict) else None
     choice = choose(model, assistant, place)
     config.assistant_strategy = choice.strategy
     if isinstance(given, dict) and choice.options:
@@ -424,6 +449,7 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
         ValueError: naming the option, its value and what to do.
     """
     assistant = mode_kwargs.get("assistant_model")
+    _check_strays(config.assistant_strategy, vars(config))
     resolve_auto(model, config, assistant)
     method = get_method(config.assistant_strategy)
     options = method.parse_options(config.assistant_kwargs)
@@ -443,14 +469,50 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
 
 
 def check_arguments(model: Any, strategy: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise a ValueError if an option of a strategy is an argument of a call of ``generate``, and
-    no argument of ``generate`` or of the model's forward."""
-    for name in _own_names() & arguments.keys():
-        if name not in inspect.signature(model.forward).parameters:
-            raise ValueError(
-                f"{name}={arguments[name]!r} beside assistant_strategy={strategy!r}: it is an "
-                f"option of a strategy. Give assistant_kwargs={{{name!r}: {arguments[name]!r}}}."
-            )
+    """Raise a ValueError if an option of a strategy, or a name much like one, is an argument of a
+    call of ``generate``, and no argument of ``generate`` or of the model's forward; or if what is
+    given as a cache is none."""
+    for name in ("cache", "past_key_values"):
+        given = arguments.get(name)
+        if given is not None and not isinstance(given, Cache):
+            remedy = "a DynamicCache, the TreeCache of an earlier call, or no cache"
+            if isinstance(getattr(given, CACHE, None), Cache):
+                remedy = f"the cache of this output, {name}=output.{CACHE}"
+            raise ValueError(f"the given cache is of type {type(given).__name__}. Give {remedy}.")
+    forward = inspect.signature(model.forward).parameters
+    own = {name: value for name, value in arguments.items() if name not in forward}
+    _check_strays(strategy, own)
+
+
+def _check_strays(strategy: Any, given: Mapping[str, Any]) -> None:
+    """Raise a ValueError if names beside a strategy are options of one, or much like one."""
+    for name, option in strays_among(given).items():
+        typo = "" if name == option else f" (did you mean {option!r}?)"
+        raise ValueError(
+            f"{name}={given[name]!r}{typo} beside assistant_strategy={strategy!r}: it is an option "
+            f"of a strategy. Give assistant_kwargs={{{option!r}: {given[name]!r}}}."
+        )
+
+
+#: How much alike a name and an option are that is taken for it; most pairs of options are less.
+ALIKE = 0.9
+
+
+def strays_among(given: Iterable[str]) -> dict[str, str]:
+    """Options of strategies among names of a generation config, or of its arguments, by these
+    names, which may be misspelled; fields that a generation config has are none."""
+    fields, found = _fields(), {}
+    for name in given:
+        if name not in fields and not name.startswith("_"):
+            near = get_close_matches(name, _own_names(), 1, ALIKE)
+            found.update(dict.fromkeys([name] if near else [], next(iter(near), "")))
+    return found
+
+
+@cache
+def _fields() -> frozenset[str]:
+    """Names of the fields of a generation config."""
+    return frozenset(vars(GenerationConfig()))
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -40,6 +41,16 @@ def _place(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r}: give an adapter's folder or repository as a string.")
 
 
+def with_place(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options whose ``adapter``, which may be a path, is a string; a ValueError if it cannot be."""
+    given = dict(options)
+    if given.get("adapter") is not None:
+        if isinstance(given["adapter"], os.PathLike):
+            given["adapter"] = os.fspath(given["adapter"])
+        _place("adapter", given["adapter"])
+    return given
+
+
 def _history(name: str, value: Any) -> None:
     if not isinstance(value, RolloutHistory):
         raise ValueError(
@@ -72,9 +83,9 @@ class DraftOptions:
             or sampled), ``rejection`` (exact, also for sampled draft tokens) or ``typical``
             (lossy).
         typical_epsilon, typical_delta: thresholds of typical acceptance, in (0, 1].
-        adapter: folder or repository of the adapter that drafts, in place of one attached by
-            ``load_adapter``: PEFT, training and saving do not see it. It is read again when the
-            files of its folder have changed; a model keeps the 4 that were named last.
+        adapter: folder (a string or path) or repository of the adapter that drafts, in place of one
+            attached by ``load_adapter``: PEFT, training and saving do not see it. It is read again
+            when the files of its folder have changed; a model keeps the 4 that were named last.
         history: a ``RolloutHistory``: first the earlier answers to the same prompts draft.
         former_names: (of the class) today's names of options by their former ones, which saved
             configurations may have.

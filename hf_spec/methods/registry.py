@@ -27,7 +27,7 @@ from hf_spec.adapters.tuner import Objective, register_type
 from hf_spec.core.checks import check_choice, check_names
 from hf_spec.core.shapes import TokenTree
 from hf_spec.draft.drafter import Drafter
-from hf_spec.draft.options import ADAPTIVE, AUTO, DraftOptions
+from hf_spec.draft.options import ADAPTIVE, AUTO, DraftOptions, with_place
 from hf_spec.draft.predictor import Predictor
 
 
@@ -121,7 +121,7 @@ class Method:
                     f"assistant_kwargs={dict(options)!r}: {name!r} is the former name of "
                     f"{former[name]!r} in strategy {self.name!r}. Give the latter alone."
                 )
-        return {former.get(name, name): value for name, value in options.items()}
+        return {former.get(name, name): value for name, value in with_place(options).items()}
 
     def parse_options(self, kwargs: dict[str, Any] | DraftOptions | None) -> DraftOptions:
         """Build and validate the options, unless that has been done.
@@ -138,7 +138,13 @@ class Method:
                 f"{self.name!r}."
             )
         kwargs = self.today(kwargs or {})
-        check_names(f"assistant_kwargs: strategy {self.name!r}", kwargs, self.option_names)
+        whose = f"assistant_kwargs: strategy {self.name!r}"
+        if "adapter" in kwargs and self.adapter_config is None:
+            raise ValueError(
+                f"{whose} has no option 'adapter': it needs no adapter. Name the strategy that the "
+                f"adapter is for, such as 'medusa', or {AUTO!r}, which finds it."
+            )
+        check_names(whose, kwargs, self.option_names)
         options = self.options(**kwargs)
         if options.acceptance == "rejection" and not self.declares.can_sample:
             raise ValueError(

@@ -75,9 +75,10 @@ def check_tokens(tokens: Tensor, known: int) -> None:
     if not ascending or low < 0 or high >= known:
         raise ValueError(
             f"this adapter predicts tokens {low} to {high}"
-            f"{'' if ascending else ', not in ascending order'}; the model has {known}: it was "
-            "made for another model, or its file is damaged. Load it on its own model; if that has "
-            f"lost tokens since, give them back: resize_token_embeddings({high + 1})."
+            f"{'' if ascending else ', not in ascending order'}; the model has {known}. If its "
+            "vocabulary was reduced since, give the tokens back, "
+            f"resize_token_embeddings({high + 1}); else the adapter is another model's, or its "
+            "file is damaged."
         )
 
 

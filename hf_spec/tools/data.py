@@ -32,6 +32,7 @@ def progress_bar(title: str, shown: bool = True) -> Iterator[Callable[..., None]
     with tqdm(
         desc=title, leave=False, dynamic_ncols=terminal, disable=not shown,
         mininterval=0.1 if terminal else 30, bar_format=None if terminal else lines, delay=1e-3,
+        miniters=1,
     ) as bar:  # fmt: skip
 
         def update(done: int, total: int, note: str = "") -> None:

@@ -97,9 +97,8 @@ def _explained(path: str) -> Iterator[None]:
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils.logging import disable_progress_bar
 
+    check_model(path)
     folder = Path(path)
-    if is_path(path) and not folder.is_dir():
-        raise ValueError(f"cannot load model {path!r}: there is no such folder")
     if folder.is_dir() and not any((folder / name).is_file() for name in CONFIGS):
         raise ValueError(f"cannot load model {path!r}: the folder has no {CONFIGS[0]}")
     if (folder / CONFIGS[1]).is_file() and not any(folder.glob("tokenizer*")):
@@ -112,6 +111,12 @@ def _explained(path: str) -> Iterator[None]:
     kinds = OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError
     with explained(f"cannot load model {path!r}", *kinds):
         yield
+
+
+def check_model(path: str) -> None:
+    """Raise a ValueError if a model's path is of a folder that is not there. Loads no library."""
+    if is_path(path) and not Path(path).is_dir():
+        raise ValueError(f"cannot load model {path!r}: there is no such folder")
 
 
 def chosen_device(device: str | None) -> str:
@@ -150,7 +155,8 @@ def check_adapter(place: str, folder: bool = False) -> None:
             raise ValueError(f"cannot read adapter {place!r}: there is no such folder")
         return  # a repository on the Hub
     if not (path / CONFIGS[1]).is_file():
-        raise ValueError(f"cannot read adapter {place!r}: the folder has no {CONFIGS[1]}")
+        model = "; it is a model's: give an adapter's" if (path / CONFIGS[0]).is_file() else ""
+        raise ValueError(f"cannot read adapter {place!r}: the folder has no {CONFIGS[1]}{model}")
     with explained(f"cannot read adapter {place!r}", OSError, ValueError):
         if not isinstance(read_json(path / CONFIGS[1]).get("peft_type"), str):
             raise ValueError(f"its {CONFIGS[1]} names no peft_type")
@@ -172,8 +178,6 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
         with explained(f"cannot read adapter {path!r}", *BROKEN):
             config = hf_spec.SpecConfig.from_pretrained(path)
             strategy = config.assistant_strategy
-            if not strategy:
-                raise ValueError("its generation_config.json names no assistant_strategy")
             method = get_method(strategy)
             options = method.today(config.assistant_kwargs or {})
             changes: Any = getattr(method.adapter_config, "changes_model", False)

@@ -6,6 +6,7 @@ import pytest
 from conftest import Tiny, prompt
 from peft import get_peft_model
 from running import drafting
+from transformers import GenerationConfig
 
 import hf_spec
 
@@ -39,6 +40,39 @@ def test_fields_that_there_are_not() -> None:
 def test_a_folder_that_is_no_adapter_s(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="the folder has no generation_config.json, so that it is no"):
         hf_spec.SpecConfig.from_pretrained(tmp_path)
+
+
+def test_a_model_s_folder_names_no_strategy(tmp_path: Path) -> None:
+    GenerationConfig(max_new_tokens=3, max_ngram=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="its generation_config.json names no assistant_strategy"):
+        hf_spec.SpecConfig.from_pretrained(tmp_path)
+    config = hf_spec.SpecConfig.from_pretrained(tmp_path, assistant_strategy="prompt_lookup")
+    assert (config.max_new_tokens, config.max_ngram) == (3, 2)  # fields of others are kept
+    with pytest.raises(ValueError, match="max_ngram=2 beside"):
+        hf_spec.SpecConfig.from_pretrained(tmp_path, assistant_strategy="plain", max_ngram=2)
+
+
+@pytest.mark.parametrize("strategy", ["medusa", "auto"])
+def test_what_adapter_may_name(fresh: Tiny, tmp_path: Path, strategy: str) -> None:
+    wrapped = get_peft_model(fresh("llama"), hf_spec.MedusaConfig(num_heads=2))
+    wrapped.save_pretrained(tmp_path / "heads")
+    model = fresh("llama")
+    model.add_adapter(hf_spec.MedusaConfig(num_heads=2), "mine")
+    model.config.save_pretrained(tmp_path / "model")
+    refused = {
+        5: "adapter=5: give an adapter's folder",
+        "mine": "adapter='mine': this one is attached to the model. Leave adapter out",
+        str(tmp_path / "model"): "no adapter_config.json; it is a model's. Give an adapter's",
+    }
+    for place, message in refused.items():
+        call = drafting("medusa", adapter=place) | {"assistant_strategy": strategy}
+        with pytest.raises(ValueError, match=message):
+            model.generate(prompt(), max_new_tokens=3, **call)
+    call = drafting("medusa", adapter=tmp_path / "heads") | {"assistant_strategy": strategy}
+    found = model.generate(prompt(), max_new_tokens=3, **call)
+    assert found.tolist() == model.generate(prompt(), max_new_tokens=3).tolist()
+    kwargs = hf_spec.SpecConfig(strategy, {"adapter": tmp_path}).assistant_kwargs
+    assert kwargs == {"adapter": str(tmp_path)}  # which JSON can hold
 
 
 def test_what_is_no_method() -> None:

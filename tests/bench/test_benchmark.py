@@ -50,6 +50,7 @@ def test_table_frame_and_plot(result):
     text = str(result)
     assert re.search(r"prompt_lookup:one +[\d.]+ +[\d.]+x .*5 identical", text)
     assert "intervals in brackets" in text and "generate=1.00x" in repr(result)
+    assert "rest of generate() " in text
     frame = result.to_pandas()
     assert [*frame["strategy"]] == [row["strategy"] for row in result.rows]
     assert {*frame.columns} == FIGURES - {"stats"}
@@ -110,7 +111,19 @@ def test_an_assistant_drafts(tokenizer):
         ({"prompts": []}, "nothing to measure: no prompts"),
         ({"prompts": "abc"}, "prompts='abc': give a list of prompts"),
         ({"prompts": ["abc", ""]}, r"prompts\[1\]: 'prompt' must hold a text that is not empty"),
-        ({"prompts": ["abc", 3]}, r"prompts\[1\]: 'messages' must be a list of messages"),
+        ({"prompts": ["abc", 3]}, r"prompts\[1\]=3: give a text, a chat or a row"),
+        ({"prompts": ["abc", []]}, r"prompts\[1\]: 'messages' must be a list of messages"),
+        ({"prompts": 3}, "prompts=3: give a list of prompts"),
+        ({"model": "m"}, "model=str, tokenizer=.*: give a model that is loaded"),
+        ({"model": make_tokenizer(), "tokenizer": make_model()}, "They are the wrong way round"),
+        ({"tokenizer": None}, "tokenizer=NoneType: give the model's tokenizer"),
+        ({"tokenizer": "m"}, "tokenizer=str: give the model's tokenizer"),
+        ({"strategies": 3}, "strategies=3: give names"),
+        ({"strategies": [3]}, "strategy 3: give the name of a strategy"),
+        ({"strategies": {"plain": 3}}, "'plain': 3 must be a dict of options"),
+        ({"seed": "x"}, "seed='x': must be a whole number"),
+        ({"batch_size": 1.5}, "batch_size=1.5: must be a whole number"),
+        ({"max_tokens": 4}, r"no argument 'max_tokens' \(did you mean 'max_new_tokens'\?\)"),
         ({"prompts": [[{"role": "assistant", "content": "a"}]]}, "the last message must be the us"),
         ({"strategies": "medusas"}, r"strategy='medusas' \(did you mean 'medusa'\?\)"),
         ({"strategies": {"plain": {"num_draft_tokens": 3}}}, "'plain' has no option 'num_draft_t"),
@@ -126,9 +139,10 @@ def test_an_assistant_drafts(tokenizer):
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused(given, message, tokenizer):
-    arguments = {"prompts": TEXTS[:1], "strategies": "prompt_lookup", "max_new_tokens": 4, **given}
+    usual = {"model": make_model(), "tokenizer": tokenizer, "prompts": TEXTS[:1]}
+    arguments = {**usual, "strategies": "prompt_lookup", "max_new_tokens": 4, **given}
     with pytest.raises(ValueError, match=message):
-        hf_spec.benchmark(make_model(), tokenizer, **arguments)
+        hf_spec.benchmark(**arguments)
 
 
 def test_the_command_measures_the_same(tmp_path, capsys, tokenizer):

@@ -127,6 +127,7 @@ def test_what_is_recommended_works(tiny: Tiny, fresh: Tiny, strategy: str) -> No
         ),
         ({"adapter": "org/name"}, r"Give assistant_kwargs=\{'adapter': 'org/name'\}\."),
         ({"max_nodes": 3}, "max_nodes=3 beside assistant_strategy="),
+        ({"max_ngrams": 3}, r"=3 \(did you mean 'max_ngram'\?\) beside .*\{'max_ngram': 3\}\."),
     ],
 )
 def test_options_of_a_strategy_beside_it(tiny: Tiny, given: dict[str, Any], message: str) -> None:
@@ -139,8 +140,13 @@ def test_options_of_a_strategy_beside_it(tiny: Tiny, given: dict[str, Any], mess
     for generate in calls:
         with no_forward(model), pytest.raises(ValueError, match=message):
             generate(prompt(), assistant_strategy="prompt_lookup", **given)
-    with pytest.raises(ValueError, match="max_ngra"):  # unknown to all: as Transformers has it
-        model.generate(prompt(), assistant_strategy="prompt_lookup", max_ngra=3)
+    with pytest.raises(ValueError, match=message):
+        hf_spec.SpecConfig("prompt_lookup", **given)
+    config = GenerationConfig(assistant_strategy="prompt_lookup", **given)
+    with no_forward(model), pytest.raises(ValueError, match=message):
+        model.generate(prompt(), generation_config=config)
+    with pytest.raises(ValueError, match="maximum"):  # unknown to all: as Transformers has it
+        model.generate(prompt(), assistant_strategy="prompt_lookup", maximum=3)
 
 
 def same(model: Any, **options: Any) -> bool:

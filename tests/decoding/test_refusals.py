@@ -15,9 +15,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     CompileConfig,
+    DynamicCache,
     GenerationConfig,
     SynthIDTextWatermarkingConfig,
 )
+from transformers.generation import GenerateDecoderOnlyOutput
 
 import hf_spec
 from hf_spec.modeling_patches import generation_mode
@@ -58,9 +60,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      "assistant_strategy='oracle': choose one of .*layer_skip.*prompt_lookup"),
     ({"assistant_model": shared("llama_tied")}, "assistant_model.*Leave one"),
     ({**STRATEGIES["layer_skip"], "synced_gpus": True}, "synced_gpus=True.*drafts run none"),
+    ({"assistant_strategy": None, "asistant_strategy": "plain"},
+     r"no argument 'asistant_strategy' \(did you mean 'assistant_strategy'\?\)"),
+    ({"assistant_kwarg": {}}, r"no argument 'assistant_kwarg' \(did you mean 'assistant_kwargs'"),
     # Stock Transformers' own error.
-    ({"assistant_strategy": None, "asistant_strategy": "plain"}, "model_kwargs.*not used"),
-    ({"assistant_kwarg": {}}, "model_kwargs.*not used"),
+    ({"strategy": "plain"}, "model_kwargs.*not used"),
+    # What is no cache.
+    ({CACHE: "x"}, "the given cache is of type str. Give a DynamicCache"),
+    ({CACHE: GenerateDecoderOnlyOutput(prompt(), **{CACHE: DynamicCache()})},
+     f"of type GenerateDecoderOnlyOutput. Give the cache of this output, {CACHE}=output.{CACHE}"),
     # Modes that not every release has.
     ({"generation_config": keeps(use_mtp=True)}, "use_mtp=True.*assistant_strategy='mtp'"),
     ({"generation_config": keeps(speculation_type="dflash")},

@@ -188,6 +188,16 @@ def test_the_metadata_of_a_card(adapter):
     assert data.base_model is None and "base_model_relation" not in data
 
 
+@pytest.mark.parametrize(("seconds", "words"), [(62.0, " 1 minute on"), (140.0, " 2 minutes on")])
+def test_a_card_counts_minutes(tmp_path, seconds, words):
+    demo = Path(hf_spec.__file__).parent / "tools" / "demo"
+    shutil.copytree(demo / "adapters" / "medusa", tmp_path, dirs_exist_ok=True)
+    record = json.loads((tmp_path / "training.json").read_text())
+    (tmp_path / "training.json").write_text(json.dumps({**record, "seconds": seconds}))
+    card = render_card(tmp_path)
+    assert words in card and "last_stats(model).tau" in card
+
+
 def test_a_card_of_pefts_names_the_library_that_loads_it(checkpoint, tmp_path):
     model = get_peft_model(load_checkpoint(checkpoint), hf_spec.LayerSkipConfig(skip_attention=[1]))
     model.save_pretrained(tmp_path)

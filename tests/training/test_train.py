@@ -217,6 +217,7 @@ def test_the_command_says_what_came_out_and_what_is_next(tmp_path, capsys):
     assert cli.main(command) == 0
     printed = capsys.readouterr()
     assert f"note: {len(answers())} answers are few." in printed.err
+    assert "Without --prompts, 'hf-spec distill' makes 2,000." in printed.err
     lines = printed.out.splitlines()
     told = [line.split(":")[0] for line in lines[:2]]
     assert told == ["step 3 of 6", "step 6 of 6"] and "{" not in "".join(lines)

@@ -86,7 +86,10 @@ def parse_names(names: str | Iterable[str]) -> list[str]:
 
     A strategy can take part several times as ``strategy:label``, with its own options each time.
     """
-    listed = names.split(",") if isinstance(names, str) else list(names)
+    listed: list[Any] = names.split(",") if isinstance(names, str) else list(names)
+    for name in listed:
+        if not isinstance(name, str):
+            raise ValueError(f"strategy {name!r}: give the name of a strategy")
     if listed == [""]:
         raise ValueError("no strategy is named; leave the option out for the default")
     known = hf_spec.strategies()

@@ -76,6 +76,7 @@ def diagnose(
     """
     method, options = get_method(choice.strategy), {**choice.options, "drafting": "always"}
     looks_up = "lookup" in method.declares.unused  # that is what it does
+    default_looks_up = not looks_up and choice.options.get("lookup", True) is not False
     if not looks_up:
         options["lookup"] = False
     drafting = contender_of(f"{choice.strategy}:drafting", options)
@@ -92,7 +93,8 @@ def diagnose(
     measured = {
         "tau": f"{tau:.2f} tokens per step where every step drafts"
         + ("" if looks_up else ", without lookups"),
-        "speedup": f"{speedup:.2f}x plain generate, on defaults",
+        "speedup": f"{speedup:.2f}x plain generate, with the default options"
+        + (", which also look up n-grams" if default_looks_up else ""),
         "positions": " ".join(f"{i}: {bar(p)} {p:.0%}" for i, p in enumerate(positions, 1)),
         "tasks": ", ".join(f"{task} {one:.2f}" for task, one in tasks.items()),
     }

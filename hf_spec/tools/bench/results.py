@@ -123,7 +123,8 @@ def described(result: BenchResult, by_task: bool = False, phases: bool = True) -
     for row in data:
         share = row["stats"].get("share")
         if phases and row["task"] == ALL and share:
-            parts = ", ".join(f"{phase} {part:.0%}" for phase, part in share.items())
+            named = {"generate": "rest of generate()"}
+            parts = ", ".join(f"{named.get(key, key)} {part:.0%}" for key, part in share.items())
             size = f", batch {row['batch_size']}" if several else ""
             lines.append(f"time of {row['strategy']}{size}: {parts}")
     return "\n".join([*lines, *(f"note: {note}" for note in result.notes)])

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from peft import PeftModel
 from torch._dynamo.utils import counters
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_spec
 from hf_spec.adapters.loading import active_names, fine_tunes
@@ -456,20 +458,39 @@ def benchmark(
             f"{name}={generate_kwargs[name]!r}: benchmark() sets this itself, or measures calls "
             "without it. Leave it out; options of a strategy go into strategies={NAME: {...}}."
         )
+    _check_arguments(model, tokenizer, generate_kwargs)
+    check_count("seed", seed, 0)
     base: Any = model
     if isinstance(model, PeftModel) and not model.active_peft_config.is_prompt_learning:
         base = model.get_base_model()  # whose forwards are counted; the adapters stay active
     return run(
         base, tokenizer, read_prompts(prompts), _lineup(strategies, assistant_model),
-        batch_sizes=[batch_size] if isinstance(batch_size, int) else list(batch_size),
+        batch_sizes=list(batch_size) if isinstance(batch_size, Iterable) else [batch_size],
         max_new_tokens=max_new_tokens, limit=limit, seed=seed, compiled=backend,
         generate_kwargs=generate_kwargs,
     )  # fmt: skip
 
 
+def _check_arguments(model: Any, tokenizer: Any, more: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless there are a model and a tokenizer, and further arguments are of
+    ``generate``, as far as names tell."""
+    kinds = f"model={type(model).__name__}, tokenizer={type(tokenizer).__name__}"
+    if not hasattr(model, "generate"):
+        swapped = " They are the wrong way round." if hasattr(tokenizer, "generate") else ""
+        raise ValueError(f"{kinds}: give a model that is loaded, and its tokenizer.{swapped}")
+    if not callable(tokenizer) or hasattr(tokenizer, "generate"):
+        raise ValueError(f"{kinds}: give the model's tokenizer, AutoTokenizer.from_pretrained(...)")
+    functions = model.generate, model.forward
+    known = {name for one in functions for name in inspect.signature(one).parameters}
+    own = [*inspect.signature(benchmark).parameters]
+    for name in more.keys() - known - vars(GenerationConfig()).keys():
+        for near in get_close_matches(name, own, 1, 0.8):
+            raise ValueError(f"benchmark() has no argument {name!r} (did you mean {near!r}?)")
+
+
 def read_prompts(prompts: Iterable[GivenPrompt]) -> list[Prompt]:
     """The prompts that are given; a ValueError says which one cannot be read."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts={prompts!r}: give a list of prompts, also if there is only one.")
     found = []
     for number, given in enumerate(prompts):
@@ -477,8 +498,10 @@ def read_prompts(prompts: Iterable[GivenPrompt]) -> list[Prompt]:
             fields = dict(given)
         elif isinstance(given, str):
             fields = {"prompt": given}
+        elif isinstance(given, Sequence):
+            fields = {"messages": list(given)}
         else:
-            fields = {"messages": list(given) if isinstance(given, Sequence) else given}
+            raise ValueError(f"prompts[{number}]={given!r}: give a text, a chat or a row.")
         with explained(f"prompts[{number}]", ValueError):
             found.append(example(Row(f"prompts[{number}]", number, fields)))
     return found
@@ -488,7 +511,14 @@ def _lineup(
     strategies: str | Iterable[str] | Mapping[str, Mapping[str, Any]], assistant: Any
 ) -> list[Contender]:
     """The contenders by their names, and options where these are given."""
+    if not isinstance(strategies, Iterable):
+        raise ValueError(f"strategies={strategies!r}: give names, or options by name.")
     options = strategies if isinstance(strategies, Mapping) else {}
+    for name, own in options.items():
+        if not isinstance(own, Mapping):
+            raise ValueError(
+                f"strategies: {name!r}: {own!r} must be a dict of options, such as {{}}."
+            )
     names = parse_names(strategies)
     drafts = [name for name in names if needs_assistant(name)]
     if drafts and assistant is None:

@@ -104,6 +104,9 @@ def main(arguments: list[str] | None = None) -> int:
             if others := getattr(error, "possibilities", None):
                 name = getattr(error, "option_name", "")
                 message = f"No such option: {name}{nearest(name, others)}"
+            given = getattr(getattr(error, "ctx", None), "params", {})
+            if message.startswith("Got unexpected extra argument") and not given.get("model", 1):
+                message += " (did you mean --model?)"
             if message.startswith("Usage:"):
                 print(message)
             elif message:

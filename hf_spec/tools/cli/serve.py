@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 from typer import Argument, Context, Option, echo
 
-from hf_spec.core.checks import install_extra
+from hf_spec.core.checks import install_extra, nearest
 from hf_spec.tools.cli import common as opt
 from hf_spec.tools.cli.common import INTERRUPTED, NO_STRATEGY, require, single_strategy
-from hf_spec.tools.loading import load_adapters, read_adapters
+from hf_spec.tools.loading import check_model, load_adapters, read_adapters
 
 # -- ``hf-spec run`` -------------------------------------------------------------------------------
 
@@ -122,8 +122,9 @@ def serve(
     \b
       honored    model, messages or prompt, stream, stop, max_tokens, top_p, tools (as far as the
                  chat template takes them), seed (if no other request runs), temperature (0 is
-                 greedy; others where the server samples, see --do-sample), generation_config (JSON;
-                 replaces the server's defaults: assistant_strategy, do_sample, top_k, ...)
+                 greedy; others where the server samples, see --do-sample), generation_config (an
+                 object, or JSON; replaces the server's defaults: assistant_strategy, do_sample,
+                 top_k, ...)
       refused    with status 400: strategies and options that cannot be, prompts that are too long
       bounded    max_tokens, by what the context leaves
       ignored    n, logprobs, response_format, tool_choice, presence_penalty, user
@@ -137,6 +138,7 @@ def serve(
             f"'transformers serve' needs packages that are not installed ({error}); "
             f"{install_extra('serve')}"
         ) from error
+    _check_passed_on(context, transformers_app)
     _prepare_models(adapter or (), strategy, do_sample, "--continuous-batching" in context.args)
     try:
         code = transformers_app(
@@ -149,6 +151,28 @@ def serve(
         sys.stdout.flush()
         # Answers may still be generated: Python's end would take torch's threads down with a crash.
         os._exit(INTERRUPTED)
+
+
+def _check_passed_on(context: Context, program: Any) -> None:
+    """Raise a ValueError for an option that is none of Transformers' but much like one of ours, and
+    for a model's folder that is not there, if it comes first."""
+    own = [name for one in context.command.params for name in (*one.opts, *one.secondary_opts)]
+    for name in (word.partition("=")[0] for word in context.args if word.startswith("--")):
+        near = nearest(name, own)
+        if near and name not in _options_of(program, "serve"):
+            raise ValueError(f"No such option: {name}{near}")
+    first = next(iter(context.args), "-")
+    if not first.startswith("-") and not first.endswith(".gguf"):
+        check_model(first)
+
+
+def _options_of(program: Any, command: str) -> set[str]:
+    """Options of a command, of a group of commands or a typer app."""
+    from typer.main import get_command
+
+    found: Any = program if hasattr(program, "commands") else get_command(program)
+    params = found.commands[command].params
+    return {name for one in params for name in (*one.opts, *one.secondary_opts)}
 
 
 def _prepare_models(

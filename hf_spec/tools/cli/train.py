@@ -278,7 +278,7 @@ FEW = 500
 FEW_ANSWERS = (
     "note: {} answers are few. 'medusa' for a model of 135M parameters reached 2.62 tokens per "
     "pass with 11,744 answers and 1.49 with 600; with 48 it was slower than plain generate. "
-    "'hf-spec distill' makes 2,000."
+    "Without --prompts, 'hf-spec distill' makes 2,000."
 )
 
 
