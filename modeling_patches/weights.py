@@ -328,7 +328,6 @@ def made_anew(
 
 # --------------------------------------------------------------------------------------------------
 # Weights of checkpoints that are stored as 8-bit floats with a scale for each block of them, as
-#
 # DeepSeek-V3 is published ("DeepSeek-V3 Technical Report", 2024, section 3.3).
 
 #: What follows a tensor's name in that of its scales.

@@ -237,9 +237,7 @@ def _remaining_rows(active: Sequence[bool], powers_of_two: bool = False) -> list
 
 # --------------------------------------------------------------------------------------------------
 # ``generate(custom_generate=hf_spec.generate)``: strategies by Transformers' own door for
-# decoding
-#
-# methods of others.
+# decoding methods of others.
 
 
 def generate(

@@ -18,7 +18,6 @@ from hf_spec.threads import cached_property
 
 # --------------------------------------------------------------------------------------------------
 # What the head of a block drafter is: how drafted tokens change the predictions of those after
-#
 # them.
 
 #: Shapes of tensors by name.

@@ -244,7 +244,6 @@ ARCHITECTURES = tuple(dict.fromkeys(kind.name for kind in LAYER_TYPES.values()))
 
 # --------------------------------------------------------------------------------------------------
 # A small decoder that drafts from its base's hidden states: config, parameters, and parts of its
-#
 # forward that :mod:`~hf_spec.methods.eagle3` and :mod:`~hf_spec.predict` share.
 #
 # It reads the states of some layers of the base at a token, side by side, which a matrix fuses. Its

@@ -623,7 +623,6 @@ def _obstacle(model: Any, hooks: Collection[str], records: bool) -> str | None:
 
 # --------------------------------------------------------------------------------------------------
 # What a step does besides the model's forward, as functions of tensors: recorded steps are one
-#
 # program, from the forward to the next step's trees.
 
 

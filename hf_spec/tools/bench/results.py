@@ -91,9 +91,7 @@ def next_token_logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 # --------------------------------------------------------------------------------------------------
 # Shows results as a table and as a figure, and writes ``results.json``. Measures nothing and
-# loads
-#
-# no model.
+# loads no model.
 
 
 def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
