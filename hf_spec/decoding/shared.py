@@ -1,0 +1,288 @@
+"""Several calls of ``generate()`` that share their steps."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Hashable, Sequence
+from contextvars import Context, copy_context
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hf_spec.core.device import to_device
+from hf_spec.core.rows import FollowsRows, follows
+from hf_spec.core.stats import SpecStats, Stopwatch
+from hf_spec.core.verify import HostResult
+from hf_spec.decoding.acceptance import Acceptance
+from hf_spec.decoding.scoring import Scorer
+from hf_spec.decoding.sequences import Sequences
+from hf_spec.decoding.step import Steps
+from hf_spec.draft.options import samples_drafts
+
+# -- What the loop asks of a call, asked of several ------------------------------------------------
+#
+# A call keeps its sequences with their criteria and streamer, its processors, its statistics and
+# its errors. Cache, target, drafter, lookups and noise are of all rows: those of a call that
+# arrives join them.
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """A call whose prompt has run.
+
+    Attributes:
+        steps: its own, of which it takes no more.
+        error: what its streamer, a criterion or a processor has raised, or why it ends early.
+        context: in which these are called.
+    """
+
+    steps: Steps
+    error: BaseException | None = None
+    context: Context = dataclasses.field(default_factory=copy_context)
+
+    @property
+    def sequences(self) -> Sequences:
+        """Its sequences."""
+        return self.steps.owner.sequences
+
+    @property
+    def scorer(self) -> Scorer:
+        """Its processors."""
+        return self.steps.acceptance.scorer
+
+
+class Place(NamedTuple):
+    """A row of the batch: a call, and one of its sequences."""
+
+    call: Call
+    sequence: int
+
+
+class CallSequences(FollowsRows):
+    """The sequences of several calls, of which the loop asks what it asks of :class:`Sequences`.
+
+    Attributes:
+        places: of each row of the batch.
+    """
+
+    of_rows = ("places",)
+    streamer = None
+
+    def __init__(self, call: Call):
+        self.places = [Place(call, row) for row in call.sequences.rows]
+
+    @property
+    def rows(self) -> range:
+        """The rows of the batch."""
+        return range(len(self.places))
+
+    @property
+    def calls(self) -> dict[Call, list[int]]:
+        """The rows of each call."""
+        found: dict[Call, list[int]] = {}
+        for row, (call, _) in enumerate(self.places):
+            found.setdefault(call, []).append(row)
+        return found
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """See :attr:`Sequences.tokens`."""
+        return self._of_calls("tokens")
+
+    @property
+    def active(self) -> list[bool]:
+        """See :attr:`Sequences.active`."""
+        own = self._of_calls("active")
+        return [on and call.error is None for on, (call, _) in zip(own, self.places)]
+
+    @property
+    def remaining(self) -> list[int]:
+        """See :attr:`Sequences.remaining`."""
+        return self._of_calls("remaining")
+
+    def _of_calls(self, name: str) -> list[Any]:
+        found: list[Any] = [None] * len(self.places)
+        for call, rows in self.calls.items():
+            for row, value in zip(rows, getattr(call.sequences, name)):
+                found[row] = value
+        return found
+
+    @property
+    def eos(self) -> set[int]:
+        """Tokens that end a sequence of any call."""
+        return set().union(*(call.sequences.eos for call in self.calls))
+
+    def append(self, result: HostResult, recorded: Sequence[Any] = ()) -> list[int]:
+        """See :meth:`Sequences.append`. What a call's streamer or criteria raise is its error."""
+        counts = [0] * len(self.places)
+        for call, rows in self.calls.items():
+            if call.error is not None:
+                continue
+            own = HostResult(*([part[row] for row in rows] for part in result))
+            try:
+                found = call.context.run(call.sequences.append, own)
+            except BaseException as error:  # also what ends a program: it is for that call's thread
+                call.error = error
+            else:
+                for row, count in zip(rows, found):
+                    counts[row] = count
+        return counts
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        for call, own in self.calls.items():
+            call.sequences.rows = [self.places[row].sequence for row in own]
+
+
+class CallScorer:
+    """The logits processors of several calls, of which the loop asks what it asks of
+    :class:`Scorer`."""
+
+    lockstep, key = False, None
+
+    def __init__(self, sequences: CallSequences):
+        self.sequences = sequences
+
+    @property
+    def stateful(self) -> list[str]:
+        """See :class:`Scorer`."""
+        return [name for call in self.sequences.calls for name in call.scorer.stateful]
+
+    @property
+    def trivial(self) -> bool:
+        """Whether scores are just the logits."""
+        return all(call.scorer.trivial for call in self.sequences.calls)
+
+    def __call__(
+        self, logits: Tensor, suffix: Tensor, active: Sequence[bool], drafting: bool = False
+    ) -> Tensor:
+        """See :meth:`Scorer.__call__`. What a call's processors raise is its error."""
+        groups: dict[Hashable, tuple[Call, list[int]]] = {}
+        for call, rows in self.sequences.calls.items():
+            scorer = call.scorer
+            alike = scorer.key if scorer.rowwise else None
+            groups.setdefault(alike or call, (call, []))[1].extend(rows)
+        scores = logits.float()
+        for call, rows in groups.values():
+            if call.scorer.trivial or not any(active[row] for row in rows):
+                continue
+            index = to_device(rows, logits.device)
+            given = scores[index], suffix[index], [active[row] for row in rows], drafting
+            try:
+                own = call.context.run(call.scorer, *given)
+            except BaseException as error:
+                call.error = error
+            else:
+                scores = scores.index_copy(0, index, own)
+        return scores
+
+
+def refusal(steps: Steps) -> str | None:
+    """Why a call cannot share its steps; None if it can."""
+    strategy, options, scorer = steps.strategy, steps.strategy.options, steps.acceptance.scorer
+    state, drafter, sequences = steps.state, steps.strategy.drafter, steps.owner.sequences
+    inputs = state.target.model_kwargs.items()
+    nested = [name for name, one in inputs if isinstance(one, (list, tuple, dict)) and one]
+    reasons = {
+        "its steps are recorded or compiled": strategy.graphs is not None,
+        "the model's hooks or code may tell rows or tokens apart": (
+            strategy.rows_stay or strategy.alone
+        ),
+        "its cache is the caller's, or is returned": steps.owner.wanted,
+        "its scores or logits are returned": steps.acceptance.records,
+        f"{', '.join(scorer.stateful)} may keep a state of several rows": scorer.lockstep,
+        "history: earlier rollouts draft": steps.earlier is not None,
+        "acceptance='typical' depends on what is drafted": options.acceptance == "typical",
+        "its draft tokens are sampled": samples_drafts(options, strategy.samples),
+        "the model's rotary frequencies follow the longest sequence": state.target.rope is not None,
+        f"{', '.join(nested)} may be of its rows": bool(nested),
+        f"{type(drafter).__name__} has select() and no join()": not follows(drafter),
+        f"{type(drafter.predictor).__name__} has select() and no join()": (
+            drafter.predictor is not None and not follows(drafter.predictor)
+        ),
+        "its rule of acceptance is a benchmark's": type(steps.acceptance) is not Acceptance,
+        "its streamer looks at trees": hasattr(sequences.streamer, "see_step"),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def kind_of(steps: Steps) -> Hashable:
+    """Calls of one kind may share steps."""
+    strategy, drafter = steps.strategy, steps.strategy.drafter
+    return (
+        strategy.kind, strategy.samples, strategy.timed, strategy.lookup, steps.state.target.inputs,
+        drafter.kind_of_forward, tuple(map(id, drafter.beside)),
+    )  # fmt: skip
+
+
+class SharedSteps(Steps):
+    """Takes the steps of several calls of one kind.
+
+    Args:
+        first: one of them.
+    """
+
+    def __init__(self, first: Call):
+        own, strategy = first.steps, first.steps.strategy
+        self.sequences = CallSequences(first)
+        stats = SpecStats(strategy.method.name)
+        scorer: Any = CallScorer(self.sequences)
+        own.policy.stats = stats
+        # Each call keeps its noise, to give back what it does not need.
+        noise = copy.copy(own.state.noise)
+        state = dataclasses.replace(
+            own.state, sequences=self.sequences, process=scorer, stats=stats, noise=noise
+        )
+        acceptance = copy.copy(own.acceptance)
+        acceptance.scorer, acceptance.noise = scorer, noise
+        owner: Any = SimpleNamespace(sequences=self.sequences)
+        watch = Stopwatch(stats, strategy.model.device)
+        super().__init__(state, strategy, acceptance, own.policy, watch, owner, None, None)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that have rows in the batch."""
+        return list(self.sequences.calls)
+
+    def admit(self, call: Call) -> None:
+        """Have the rows of another call join."""
+        sequences: Any = CallSequences(call)
+        call.steps.state.sequences = sequences
+        self.strategy.run(self.state.join, call.steps.state)
+        self.policy.move(self.state.batch_size)
+
+    def take(self) -> None:
+        for call in self.calls:
+            call.steps.state.stats.num_steps += 1
+        super().take()
+
+    def release(self) -> list[Call]:
+        """Have the rows of calls leave that have ended; returns these calls. Of the others, rows of
+        finished sequences leave, too."""
+        calls, active = self.calls, self.sequences.active
+        if all(active):
+            return []
+        rows = places_taken(active)
+        if rows:
+            self.select(rows)
+        else:
+            self.sequences.places = []
+        left = set(self.calls)
+        return [call for call in calls if call not in left]
+
+    def _record(self, row: int, *counts: int) -> None:
+        super()._record(row, *counts)
+        self.sequences.places[row].call.steps.state.stats.record(*counts)
+
+
+def places_taken(active: Sequence[bool]) -> list[int]:
+    """The rows that a batch keeps, in their new order: the last ones take the places of those that
+    have finished, so that few move."""
+    left = sum(active)
+    rows, behind = list(range(left)), [row for row in range(left, len(active)) if active[row]]
+    for row in range(left):
+        if not active[row]:
+            rows[row] = behind.pop()
+    return rows
