@@ -39,6 +39,7 @@ if not _waits:
     from hf_spec.decoding.call import validate_call as _validate_call
     from hf_spec.decoding.loop import SpecGenerateOutput, generate, last_stats
     from hf_spec.decoding.loop import decode as _decode
+    from hf_spec.decoding.sharing import StepSharing, share_steps
     from hf_spec.draft.drafter import Drafter
     from hf_spec.draft.options import AUTO as _AUTO
     from hf_spec.draft.options import DraftOptions
@@ -110,6 +111,7 @@ __all__ = [
     "SpecConfig",
     "SpecGenerateOutput",
     "SpecStats",
+    "StepSharing",
     "DraftOptions",
     "TokenTree",
     "Tree",
@@ -119,6 +121,7 @@ __all__ = [
     "merge_adapter",
     "pack_weights",
     "register_method",
+    "share_steps",
     "strategies",
     "unmerge_adapter",
     "warm_up",

@@ -12,14 +12,23 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hf_spec.core.device import to_device
+from hf_spec.core.memory import memory
 from hf_spec.core.rows import FollowsRows, follows
-from hf_spec.core.stats import SpecStats, Stopwatch
+from hf_spec.core.stats import PHASES, SpecStats, Stopwatch
 from hf_spec.core.verify import HostResult
 from hf_spec.decoding.acceptance import Acceptance
+from hf_spec.decoding.cache_reuse import CacheOwner
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.decoding.step import Steps
+from hf_spec.decoding.strategy import Strategy
 from hf_spec.draft.options import samples_drafts
+from hf_spec.modeling_patches.dynamic_rope import rope_ends
+from hf_spec.modeling_patches.per_call import changing
+
+#: Statistics that a call has of the batch's steps while it had a share in them.
+OF_THE_BATCH = (*(f"{name}_seconds" for name in PHASES), "num_draft_forwards", "num_plain_steps")
+OF_STEPS = (*OF_THE_BATCH, "num_steps", "num_row_steps")
 
 # -- What the loop asks of a call, asked of several ------------------------------------------------
 #
@@ -36,11 +45,13 @@ class Call:
         steps: its own, of which it takes no more.
         error: what its streamer, a criterion or a processor has raised, or why it ends early.
         context: in which these are called.
+        begun: statistics of the batch when the call joined it.
     """
 
     steps: Steps
     error: BaseException | None = None
     context: Context = dataclasses.field(default_factory=copy_context)
+    begun: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def sequences(self) -> Sequences:
@@ -166,7 +177,7 @@ class CallScorer:
             groups.setdefault(alike or call, (call, []))[1].extend(rows)
         scores = logits.float()
         for call, rows in groups.values():
-            if call.scorer.trivial or not any(active[row] for row in rows):
+            if call.error or call.scorer.trivial or not any(active[row] for row in rows):
                 continue
             index = to_device(rows, logits.device)
             given = scores[index], suffix[index], [active[row] for row in rows], drafting
@@ -179,31 +190,36 @@ class CallScorer:
         return scores
 
 
-def refusal(steps: Steps) -> str | None:
-    """Why a call cannot share its steps; None if it can."""
-    strategy, options, scorer = steps.strategy, steps.strategy.options, steps.acceptance.scorer
-    state, drafter, sequences = steps.state, steps.strategy.drafter, steps.owner.sequences
-    inputs = state.target.model_kwargs.items()
-    nested = [name for name, one in inputs if isinstance(one, (list, tuple, dict)) and one]
+def refusal(
+    strategy: Strategy, owner: CacheOwner, scorer: Scorer, several_ranks: bool, shows_scores: bool
+) -> str | None:
+    """Why a call cannot share its steps; None if it can.
+
+    Args:
+        several_ranks: whether several processes decode together.
+        shows_scores: whether its output contains scores or logits.
+    """
+    model, options, drafter = strategy.model, strategy.options, strategy.drafter
+    parts = [one for one in (drafter, drafter.predictor) if one is not None and not follows(one)]
     reasons = {
+        "several processes decode together": several_ranks,
         "its steps are recorded or compiled": strategy.graphs is not None,
-        "the model's hooks or code may tell rows or tokens apart": (
+        "hooks or changed code of the model may tell rows or tokens apart": (
             strategy.rows_stay or strategy.alone
         ),
-        "its cache is the caller's, or is returned": steps.owner.wanted,
-        "its scores or logits are returned": steps.acceptance.records,
-        f"{', '.join(scorer.stateful)} may keep a state of several rows": scorer.lockstep,
-        "history: earlier rollouts draft": steps.earlier is not None,
+        "its code runs with changes of another feature": changing(),
+        "its scores or logits are returned": shows_scores,
+        "its cache is the caller's, or is returned": owner.wanted,
+        f"the state of {', '.join(scorer.stateful)} is of several rows": scorer.lockstep,
+        "earlier answers draft it (history)": options.history is not None,
         "acceptance='typical' depends on what is drafted": options.acceptance == "typical",
         "its draft tokens are sampled": samples_drafts(options, strategy.samples),
-        "the model's rotary frequencies follow the longest sequence": state.target.rope is not None,
-        f"{', '.join(nested)} may be of its rows": bool(nested),
-        f"{type(drafter).__name__} has select() and no join()": not follows(drafter),
-        f"{type(drafter.predictor).__name__} has select() and no join()": (
-            drafter.predictor is not None and not follows(drafter.predictor)
+        "rotary frequencies follow the longest sequence": bool(rope_ends(model)),
+        f"{', '.join(type(one).__name__ for one in parts)} defines select(), not join()": (
+            bool(parts)
         ),
-        "its rule of acceptance is a benchmark's": type(steps.acceptance) is not Acceptance,
-        "its streamer looks at trees": hasattr(sequences.streamer, "see_step"),
+        "the acceptance of draft tokens is a benchmark's": Acceptance in memory(model),
+        "its streamer looks at the steps": hasattr(owner.sequences.streamer, "see_step"),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -240,6 +256,7 @@ class SharedSteps(Steps):
         owner: Any = SimpleNamespace(sequences=self.sequences)
         watch = Stopwatch(stats, strategy.model.device)
         super().__init__(state, strategy, acceptance, own.policy, watch, owner, None, None)
+        first.begun = {**vars(stats)}
 
     @property
     def calls(self) -> list[Call]:
@@ -249,7 +266,7 @@ class SharedSteps(Steps):
     def admit(self, call: Call) -> None:
         """Have the rows of another call join."""
         sequences: Any = CallSequences(call)
-        call.steps.state.sequences = sequences
+        call.steps.state.sequences, call.begun = sequences, {**vars(self.state.stats)}
         self.strategy.run(self.state.join, call.steps.state)
         self.policy.move(self.state.batch_size)
 
@@ -269,8 +286,24 @@ class SharedSteps(Steps):
             self.select(rows)
         else:
             self.sequences.places = []
-        left = set(self.calls)
-        return [call for call in calls if call not in left]
+        ended = [call for call in calls if call not in set(self.calls)]
+        for call in ended:
+            self._tell(call)
+        return ended
+
+    def _tell(self, call: Call) -> None:
+        """Add to a call's statistics what is known of the batch's steps alone."""
+        stats, batch = call.steps.state.stats, vars(self.state.stats)
+        since = {name: batch[name] - call.begun[name] for name in OF_STEPS}
+        for name in OF_THE_BATCH:
+            vars(stats)[name] += since[name]
+        stats.other_seconds -= sum(since[f"{name}_seconds"] for name in PHASES)
+        stats.details = {
+            name: value
+            for part in (self.state.drafter, self.policy)
+            for name, value in part.details().items()
+        }
+        stats.details["shared"] = {"rows": since["num_row_steps"] / max(since["num_steps"], 1)}
 
     def _record(self, row: int, *counts: int) -> None:
         super()._record(row, *counts)

@@ -44,7 +44,8 @@ def begun(model: Any, request: Request, seed: int) -> Call:
         torch.manual_seed(seed)
         model.generate(**request)
     call = Call(raised.value.args[0])
-    assert refusal(call.steps) is None
+    steps = call.steps
+    assert refusal(steps.strategy, steps.owner, call.scorer, False, False) is None
     return call
 
 
