@@ -597,8 +597,8 @@ class AttentionStates:
                     f"rows with {kind} {theirs} cannot join rows with {kind} {have}: the caches "
                     "must be of the same model and strategy."
                 )
-        limits, count = (self.limit, other.limit), self.batch_size
-        self.limit = None if None in limits else max(limits)
+        count, known = self.batch_size, (self.limit is not None and other.limit is not None)
+        self.limit = max(self.limit or 0, other.limit or 0) if known else None
         self.reserve(longest, other.room, lambda: ends)
         self._reserve_rows(count + other.batch_size, other)
         for storage, members in self._groups:
@@ -677,8 +677,8 @@ def _copy_rows(source: Tensor, into: Tensor, front: int, lengths: Tensor | None)
             i's.
     """
     if lengths is None:
-        slots = min(source.shape[2], into.shape[2])
-        into[:, :, :slots].copy_(source[:, :, :slots])
+        count = min(source.shape[2], into.shape[2])
+        into[:, :, :count].copy_(source[:, :, :count])
         return
     into[:, :, :front].copy_(source[:, :, :front])
     tokens = masks.places(lengths, into.shape[2] - front).to(source.device)

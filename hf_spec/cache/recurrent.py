@@ -279,8 +279,8 @@ class RecurrentStates:
         """Take the rows of others of the same model behind these."""
         assert self.groups == other.groups
         self.snapshot = _joined(self.snapshot, other.snapshot)
-        prompts = self._prompt, other._prompt
-        self._prompt = None if None in prompts else _joined(*prompts)
+        own, new = self._prompt, other._prompt
+        self._prompt = None if own is None or new is None else _joined(own, new)
         self.settle()
 
     def __getstate__(self) -> dict[str, Any]:

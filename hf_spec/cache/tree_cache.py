@@ -314,11 +314,12 @@ class TreeCache(StatefulCache):
             assert other.recurrent is not None
             self.recurrent.join(other.recurrent)
         self.shift = _joined(self, other)
-        tokens = self.tokens, other.tokens
+        tokens, new_tokens = self.tokens, other.tokens
         self.inputs = list(dict.fromkeys(self.inputs + other.inputs))
         self.generated = {**self.generated, **other.generated}
         self.set_lengths(self.host_lengths + other.host_lengths, self._floor + other._floor)
-        self.tokens = None if None in tokens else [*tokens[0], *tokens[1]]
+        if tokens is not None:
+            self.tokens = None if new_tokens is None else tokens + new_tokens
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows in this order; they may repeat."""

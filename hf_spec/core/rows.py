@@ -83,7 +83,7 @@ def _joined(own: Any, new: Any, what: str) -> Any:
     if isinstance(own, list):
         return own + new
     if isinstance(own, (tuple, Mapping)):
-        return _of_parts(lambda *both: _joined(*both, what), own, new)
+        return _of_parts(lambda one, other: _joined(one, other, what), own, new)
     own.join(new)
     return own
 

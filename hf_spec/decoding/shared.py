@@ -131,7 +131,10 @@ class CallSequences(FollowsRows):
         for call, rows in self.calls.items():
             if call.error is not None:
                 continue
-            own = HostResult(*([part[row] for row in rows] for part in result))
+            own = HostResult(
+                [result.path[row] for row in rows], [result.tokens[row] for row in rows],
+                [result.num_probes[row] for row in rows],
+            )  # fmt: skip
             try:
                 found = call.context.run(call.sequences.append, own)
             except BaseException as error:  # also what ends a program: it is for that call's thread

@@ -137,6 +137,10 @@ class _Batch:
             one.ended.set()
 
 
+#: Of a model's :class:`StepSharing`, in what is kept for the model.
+_KEY = "sharing"
+
+
 class StepSharing:
     """Has calls of ``generate()`` with a model share their steps; see :func:`share_steps`.
 
@@ -147,7 +151,7 @@ class StepSharing:
         cached_tokens: what their caches may come to hold.
     """
 
-    def __init__(self, model: Any, max_rows: int, max_cached_tokens: int | None):
+    def __init__(self, model: nn.Module, max_rows: int, max_cached_tokens: int | None):
         self._model = ref(model)  # which keeps this
         self.max_rows, self.max_cached_tokens = max_rows, max_cached_tokens
         self.rows = self.cached_tokens = 0
@@ -158,18 +162,18 @@ class StepSharing:
 
     @classmethod
     @locked
-    def of(cls, model: Any) -> StepSharing | None:
+    def of(cls, model: nn.Module) -> StepSharing | None:
         """That of a model; None if its calls do not share their steps."""
-        found: StepSharing | None = memory(model).get(cls)
+        found: StepSharing | None = memory(model).get(_KEY)
         if found is not None and found._process != os.getpid():
             # The calls of the process that this one was forked from go on there.
-            found = memory(model)[cls] = cls(model, found.max_rows, found.max_cached_tokens)
+            found = memory(model)[_KEY] = cls(model, found.max_rows, found.max_cached_tokens)
         return found
 
     def stop(self) -> None:
         """Calls that begin from now on do not share their steps."""
         if (model := self._model()) is not None:
-            memory(model).pop(type(self), None)
+            memory(model).pop(_KEY, None)
 
     def __enter__(self) -> StepSharing:
         return self
@@ -222,12 +226,12 @@ class StepSharing:
         except BaseException as error:  # an interrupt of this thread: the others go on
             own.call.error = error
             raise
-        error, own.call.error = own.call.error, None
-        if error is not None:
+        raised, own.call.error = own.call.error, None
+        if raised is not None:
             try:
-                raise error
+                raise raised
             finally:
-                del error  # whose traceback holds this frame
+                del raised  # whose traceback holds this frame
 
     def _take_steps(self, key: Hashable, batch: _Batch) -> None:
         """Take the steps of a batch until it is empty."""
@@ -285,7 +289,7 @@ def share_steps(
     if max_cached_tokens is not None:
         check_count("max_cached_tokens", max_cached_tokens, 1)
     sharing = StepSharing(inner, max_rows, max_cached_tokens)
-    if memory(inner).setdefault(StepSharing, sharing) is not sharing:
+    if memory(inner).setdefault(_KEY, sharing) is not sharing:
         raise ValueError(
             f"calls of this {type(inner).__name__} already share their steps: stop() what "
             "share_steps() has returned first."

@@ -181,6 +181,16 @@ def test_rows_come_and_go(after: Row) -> None:
         after.select(kept)
         after.step([1, 3, 2, 1][: len(kept)])
         after.check()
+    new = Row(kind)
+    prompts = after.lengths + new.lengths
+    for one in (after, new):
+        assert one.cache.recurrent is not None
+        one.cache.recurrent.remember()
+        one.step([2] * len(one.tokens))
+    after.join(new)
+    after.step([1] * len(after.tokens))
+    after.truncate(prompts)
+    after.check()
 
 
 def test_copies(after: Row) -> None:

@@ -336,10 +336,14 @@ def test_few_arrivals_copy_what_is_there() -> None:
         copies += buffers(pair.cache) != before
     assert pair.cache.batch_size == 17 and copies == 5  # 2, 4, 8, 16 and 32 rows
     pair.select([16, 1, 2])
-    before = buffers(pair.cache)
-    pair.join(Pair(SPECS["equal"], [9, 2], 8, seed=0))
+    before, new = buffers(pair.cache), Pair(SPECS["equal"], [9, 2], 8, seed=0)
+    pair.cache.tokens, new.cache.tokens = [[1] * 5] * 3, [[2] * 9, [3] * 2]
+    pair.join(new)
     assert buffers(pair.cache) == before
+    assert pair.cache.tokens == [[1] * 5] * 3 + [[2] * 9, [3] * 2]
     pair.step()
+    pair.join(Pair(SPECS["equal"], [1], 8, seed=0))
+    assert pair.cache.tokens is None  # nobody knows those of the last row
 
 
 @pytest.mark.parametrize("arrives", ["narrow", "wide"])
