@@ -649,12 +649,13 @@ class AttentionStates:
 
     # -- copies ------------------------------------------------------------------------------
 
-    def packed(self, length: int) -> dict[str, Any]:
+    def packed(self, length: int, rows: Sequence[int] | None = None) -> dict[str, Any]:
         """What pickles hold: the slots in use of each buffer, not the layers' views, which would
-        come back as tensors of their own."""
+        come back as tensors of their own. ``rows``: which ones; None for all."""
         used = self.front + length  # slices of rings end where these do
+        index = [*range(self.batch_size)] if rows is None else [*rows]
         buffers = [
-            (storage[:, : self.batch_size, :, :used].clone(), list(members))
+            (storage[:, :, :, :used].index_select(1, to_device(index, storage.device)), [*members])
             for storage, members in self._groups
         ]
         return {

@@ -321,6 +321,21 @@ class TreeCache(StatefulCache):
         if tokens is not None:
             self.tokens = None if new_tokens is None else tokens + new_tokens
 
+    def copied(self, rows: Sequence[int]) -> TreeCache:
+        """A cache of its own with these rows; not of a model with recurrent layers."""
+        assert self.recurrent is None
+        self.count_appended()
+        lengths = [self.host_lengths[row] for row in rows]
+        own = TreeCache(len(self.layers), len(rows), self.lengths.device)
+        own.states.unpack(self.states.packed(max(lengths), rows))
+        own.set_lengths(lengths, [self._floor[row] for row in rows])
+        if self.shift is not None:
+            own.shift = self.shift[:, to_device([*rows], self.shift.device)]
+        own.tokens = None if self.tokens is None else [self.tokens[row] for row in rows]
+        own.inputs, own.generated = [*self.inputs], {**self.generated}
+        own.made_by = self.made_by
+        return own
+
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows in this order; they may repeat."""
         self.count_appended()

@@ -125,8 +125,7 @@ def decode(
         check_alone(model, owner)
     scorer, alone = Scorer(logits_processor, sequences), None
     if (sharing := StepSharing.of(model)) is not None:
-        shows = wants and bool(config.output_scores or config.output_logits)
-        alone = refusal(strategy, owner, scorer, synced_gpus or ranks.size > 1, shows)
+        alone = refusal(strategy, owner, scorer, synced_gpus or ranks.size > 1)
         sharing = None if alone else sharing
     with ExitStack() as stack:
         stack.callback(owner.give_back)  # also after an error or interrupt

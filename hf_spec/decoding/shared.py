@@ -24,6 +24,7 @@ from hf_spec.decoding.step import Steps
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.draft.options import samples_drafts
 from hf_spec.modeling_patches.dynamic_rope import rope_ends
+from hf_spec.modeling_patches.linear_attention import recurrent_rules
 from hf_spec.modeling_patches.per_call import changing
 
 #: Statistics that a call has of the batch's steps while it had a share in them.
@@ -46,12 +47,18 @@ class Call:
         error: what its streamer, a criterion or a processor has raised, or why it ends early.
         context: in which these are called.
         begun: statistics of the batch when the call joined it.
+        depends: what its cache's states depend on besides tokens, see :class:`TreeCache`.
     """
 
     steps: Steps
     error: BaseException | None = None
     context: Context = dataclasses.field(default_factory=copy_context)
     begun: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        cache = self.steps.state.cache
+        self.depends = cache.inputs, cache.generated
+        self.steps.owner.cache = None  # it will be in that of all
 
     @property
     def sequences(self) -> Sequences:
@@ -125,7 +132,9 @@ class CallSequences(FollowsRows):
         """Tokens that end a sequence of any call."""
         return set().union(*(call.sequences.eos for call in self.calls))
 
-    def append(self, result: HostResult, recorded: Sequence[Any] = ()) -> list[int]:
+    def append(
+        self, result: HostResult, recorded: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> list[int]:
         """See :meth:`Sequences.append`. What a call's streamer or criteria raise is its error."""
         counts = [0] * len(self.places)
         for call, rows in self.calls.items():
@@ -135,8 +144,9 @@ class CallSequences(FollowsRows):
                 [result.path[row] for row in rows], [result.tokens[row] for row in rows],
                 [result.num_probes[row] for row in rows],
             )  # fmt: skip
+            shown = [(logits[rows], scores[rows]) for logits, scores in recorded]
             try:
-                found = call.context.run(call.sequences.append, own)
+                found = call.context.run(call.sequences.append, own, shown)
             except BaseException as error:  # also what ends a program: it is for that call's thread
                 call.error = error
             else:
@@ -194,13 +204,12 @@ class CallScorer:
 
 
 def refusal(
-    strategy: Strategy, owner: CacheOwner, scorer: Scorer, several_ranks: bool, shows_scores: bool
+    strategy: Strategy, owner: CacheOwner, scorer: Scorer, several_ranks: bool = False
 ) -> str | None:
     """Why a call cannot share its steps; None if it can.
 
     Args:
         several_ranks: whether several processes decode together.
-        shows_scores: whether its output contains scores or logits.
     """
     model, options, drafter = strategy.model, strategy.options, strategy.drafter
     parts = [one for one in (drafter, drafter.predictor) if one is not None and not follows(one)]
@@ -211,8 +220,10 @@ def refusal(
             strategy.rows_stay or strategy.alone
         ),
         "its code runs with changes of another feature": changing(),
-        "its scores or logits are returned": shows_scores,
-        "its cache is the caller's, or is returned": owner.wanted,
+        "its cache is the caller's": owner.callers,
+        "its cache is returned, with recurrent states": (
+            owner.wanted and bool(recurrent_rules(model))
+        ),
         f"the state of {', '.join(scorer.stateful)} is of several rows": scorer.lockstep,
         "earlier answers draft it (history)": options.history is not None,
         "acceptance='typical' depends on what is drafted": options.acceptance == "typical",
@@ -232,7 +243,7 @@ def kind_of(steps: Steps) -> Hashable:
     strategy, drafter = steps.strategy, steps.strategy.drafter
     return (
         strategy.kind, strategy.samples, strategy.timed, strategy.lookup, steps.state.target.inputs,
-        drafter.kind_of_forward, tuple(map(id, drafter.beside)),
+        drafter.kind_of_forward, tuple(map(id, drafter.beside)), steps.acceptance.records,
     )  # fmt: skip
 
 
@@ -280,11 +291,18 @@ class SharedSteps(Steps):
 
     def release(self) -> list[Call]:
         """Have the rows of calls leave that have ended; returns these calls. Of the others, rows of
-        finished sequences leave, too."""
-        calls, active = self.calls, self.sequences.active
-        if all(active):
+        finished sequences leave, too, unless the cache with them is returned."""
+        calls, stays = self.sequences.calls, self.sequences.active
+        for call, rows in calls.items():
+            if call.steps.owner.wanted and any(stays[row] for row in rows):
+                for row in rows:
+                    stays[row] = True
+        if all(stays):
             return []
-        rows = places_taken(active)
+        for call, rows in calls.items():
+            if call.error is None and not any(stays[row] for row in rows):
+                self._give_back(call, rows)
+        rows = places_taken(stays)
         if rows:
             self.select(rows)
         else:
@@ -293,6 +311,14 @@ class SharedSteps(Steps):
         for call in ended:
             self._tell(call)
         return ended
+
+    def _give_back(self, call: Call, rows: Sequence[int]) -> None:
+        """Give a call its cache, if it is returned."""
+        owner = call.steps.owner
+        if owner.wanted:
+            order = sorted(rows, key=lambda row: self.sequences.places[row].sequence)
+            owner.cache = self.state.cache.copied(order)
+            owner.cache.inputs, owner.cache.generated = call.depends
 
     def _tell(self, call: Call) -> None:
         """Add to a call's statistics what is known of the batch's steps alone."""

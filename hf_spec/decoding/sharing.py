@@ -111,7 +111,6 @@ class _Batch:
     def step(self, arrived: list[_Running]) -> None:
         """Have calls join, and take a step."""
         for one in arrived:
-            self.running[one.call] = one
             if self._steps is None:
                 self._steps = SharedSteps(one.call)
             else:

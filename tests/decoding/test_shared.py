@@ -45,7 +45,7 @@ def begun(model: Any, request: Request, seed: int) -> Call:
         model.generate(**request)
     call = Call(raised.value.args[0])
     steps = call.steps
-    assert refusal(steps.strategy, steps.owner, call.scorer, False, False) is None
+    assert refusal(steps.strategy, steps.owner, call.scorer) is None
     return call
 
 

@@ -13,7 +13,7 @@ from weakref import ref
 
 import pytest
 import torch
-from conftest import Tiny, prompt, shared
+from conftest import CLOSE, Tiny, prompt, shared
 from peft import LoraConfig, get_peft_model
 from processors import Criterion, Fails, Failure, Matcher, Processor
 from running import CAPTURED, drafting
@@ -23,6 +23,8 @@ import hf_spec
 from hf_spec import RolloutHistory, StepSharing, last_stats, share_steps
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.decoding.shared import SharedSteps
+from hf_spec.draft.drafter import Drafter
+from hf_spec.methods.prompt_lookup import PromptLookupDrafter
 from hf_spec.modeling_patches.modules import CACHE
 
 #: Seconds after which a test fails that should not wait.
@@ -144,8 +146,6 @@ def test_a_lone_call_draws_what_plain_generation_draws(sharing: StepSharing, mod
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "scores": ({"return_dict_in_generate": True, "output_scores": True}, "scores or logits"),
-    "cache": ({"return_dict_in_generate": True}, "its cache is .* returned"),
     "recorded": (CAPTURED, "recorded or compiled"),
     "typical": (drafting("prompt_lookup", acceptance="typical"), "typical"),
     "history": (drafting("prompt_lookup", history=RolloutHistory()), "history"),
@@ -165,24 +165,56 @@ def test_what_cannot_share_runs_as_before(
 ) -> None:
     more, why = REFUSED[case]
     given = {"input_ids": prompt(9), "max_new_tokens": 6, **GREEDY, **LOOKUP, **more}
-    with sharing.turns.taken():  # it does not wait for others
-        model.generate(**given)
+    model.generate(**given)
     found = last_stats(model).details["shared"]
     assert re.search(why, found["alone"]) and not sizes
 
 
-def test_longest_sequences_and_caches_of_the_caller_stay_alone(
-    sharing: StepSharing, sizes: list[int], model: Any
+def test_a_drafter_of_a_users_own(
+    sharing: StepSharing, sizes: list[int], model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whose sequences leave by its code, and cannot join."""
     given = {"input_ids": prompt(9), "max_new_tokens": 6, **GREEDY, **LOOKUP}
-    out = model.generate(**given, return_dict_in_generate=True)
-    ids = torch.cat([out.sequences, prompt(3)], 1)
-    again = model.generate(**{**given, "input_ids": ids}, **{CACHE: out[CACHE]})
-    assert "cache" in last_stats(model).details["shared"]["alone"] and not sizes
-    sharing.stop()
-    assert model.generate(**{**given, "input_ids": ids}).tolist() == again.tolist()
-    assert "shared" not in last_stats(model).details
-    share_steps(model).stop()
+    monkeypatch.setattr(PromptLookupDrafter, "select", Drafter.select, raising=False)
+    model.generate(**given)
+    why = "PromptLookupDrafter defines select(), not join()"
+    assert last_stats(model).details["shared"] == {"alone": why} and not sizes
+    monkeypatch.setattr(PromptLookupDrafter, "join", Drafter.join, raising=False)
+    model.generate(**given)
+    assert last_stats(model).details["shared"] == {"rows": 1.0}
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", "gemma3"])
+def test_outputs_of_their_own(sizes: list[int], architecture: str) -> None:
+    """Scores, logits, statistics, and caches, also of rows that ended before others; a cache of the
+    caller's is gone on with alone."""
+    model = shared(architecture)
+    returned = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    made = of_all(requests(longest=20, **GREEDY), **returned)
+    for number in (2, 3):
+        made[number] |= {"eos_token_id": 9, "repetition_penalty": 1.5}
+    wanted = [model.generate(**one) for one in made]
+    with share_steps(model) as sharing:
+        with at_once(sharing, model, of_all(made, **LOOKUP)) as calls:
+            found = [call.result(PATIENCE) for call in calls]
+        assert max(sizes) == len(made) + 1
+        for ours, theirs, one in zip(found, wanted, made):
+            assert ours.sequences.tolist() == theirs.sequences.tolist()
+            assert bool(ours.logits[0].any(-1).all())
+            for name in ("logits", "scores"):
+                for own, other in zip(ours[name], theirs[name], strict=True):
+                    real = torch.isfinite(other) & (own != 0)  # what has ended has none
+                    torch.testing.assert_close(own[real], other[real], **CLOSE)
+            stats = ours.spec_stats
+            assert stats.num_generated_tokens == sum(stats.accepted_histogram.elements())
+            assert stats.details["shared"]["rows"] > 1
+            ids = torch.cat([ours.sequences, prompt(3, len(ours.sequences))], 1)
+            mask = torch.ones_like(ids)
+            mask[:, : one["input_ids"].shape[1]] = one.get("attention_mask", torch.tensor(1))
+            again = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, **GREEDY}
+            later = model.generate(**again, **LOOKUP, **{CACHE: ours[CACHE]})
+            assert last_stats(model).details["shared"] == {"alone": "its cache is the caller's"}
+            assert later.tolist() == model.generate(**again).tolist()
 
 
 # -- limits ----------------------------------------------------------------------------------------
