@@ -6,6 +6,7 @@ Everything else of the server is its own.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -54,17 +55,40 @@ def on_load(prepare: Callable[[Any], None]) -> None:
     model_manager.ModelManager = ModelManager
 
 
-def on_request(check: Callable[[Any, Any, Any, Any], None], report: Callable[[Any], None]) -> None:
+class Threads(utils.InferenceThread):
+    """Several threads that take what is submitted, in its order."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        for _ in range(count - 1):
+            threading.Thread(target=self._run, daemon=True).start()
+
+
+def on_request(
+    check: Callable[[Any, Any, Any, Any], None], at_once: Callable[[Any, Any], int]
+) -> None:
     """Let servers started from now on call ``check(model, tokenizer, inputs, generation_config)``
-    before a request is answered, and ``report(model)`` afterwards. ValueErrors, also those of
-    ``generate``, are answers with the status 400 and the message."""
+    before a request is answered. ValueErrors, also those of ``generate``, are answers with the
+    status 400 and the message.
+
+    Args:
+        at_once: ``at_once(model, generation_config)`` is how many requests of this kind may run at
+            once; 1 for those that take turns.
+    """
 
     class GenerateManager(utils.GenerateManager):
-        _model: Any = None  # of the request that is being submitted, by the server's one thread
+        def __init__(self) -> None:
+            super().__init__()
+            self._alone: Any = self._thread
+            self._several: Threads | None = None
 
         def _look_at(self, model: Any, processor: Any, inputs: Any, gen_config: Any) -> None:
+            """Called by the server's one thread, just before the request is submitted."""
             check(model, getattr(processor, "tokenizer", processor), inputs, gen_config)
-            self._model = model
+            count = at_once(model, gen_config)
+            if count > 1 and self._several is None:
+                self._several = Threads(count)
+            self._thread = self._several if count > 1 else self._alone
 
         def generate_streaming(
             self, model: Any, processor: Any, inputs: Any, gen_config: Any, **kwargs: Any
@@ -79,24 +103,7 @@ def on_request(check: Callable[[Any, Any, Any, Any], None], report: Callable[[An
             given = model, processor, inputs, gen_config
             return await super().generate_non_streaming(*given, **kwargs)
 
-        def submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-            return super().submit(self._reported(fn), *args, **kwargs)
-
-        def async_submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-            return super().async_submit(self._reported(fn), *args, **kwargs)
-
-        def _reported(self, function: Any) -> Any:
-            model = self._model
-
-            def run(*args: Any, **kwargs: Any) -> Any:
-                result = function(*args, **kwargs)
-                report(model)
-                return result
-
-            return run
-
     utils.GenerateManager = GenerateManager
-    build = server.build_server
 
     async def refuse(_: Any, error: ValueError) -> Any:
         from fastapi.responses import JSONResponse
@@ -104,9 +111,27 @@ def on_request(check: Callable[[Any, Any, Any, Any], None], report: Callable[[An
         said = {"message": str(error), "type": "invalid_request_error"}
         return JSONResponse({"error": said}, status_code=400)
 
+    _on_build(lambda app: app.exception_handler(ValueError)(refuse))
+
+
+def on_metrics(text: Callable[[], str]) -> None:
+    """Let servers started from now on answer ``GET /metrics`` with a text."""
+
+    def metrics() -> Any:
+        from fastapi.responses import PlainTextResponse
+
+        return PlainTextResponse(text(), media_type="text/plain; version=0.0.4")
+
+    _on_build(lambda app: app.get("/metrics")(metrics))
+
+
+def _on_build(change: Callable[[Any], Any]) -> None:
+    """Let servers started from now on be changed."""
+    build = server.build_server
+
     def build_server(*args: Any, **kwargs: Any) -> Any:
         app = build(*args, **kwargs)
-        app.exception_handler(ValueError)(refuse)
+        change(app)
         return app
 
     server.build_server = build_server

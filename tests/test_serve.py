@@ -1,7 +1,9 @@
 """``hf-spec serve``: Transformers' server, whose models have adapters and a default strategy."""
 
+import copy
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,18 +12,29 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from tiny_checkpoint import plain_text
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CompileConfig,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.utils.import_utils import is_serve_available
 
 import hf_spec
+from hf_spec import StepSharing
+from hf_spec.core.stats import SpecStats
 from hf_spec.tools import cli
+from hf_spec.tools.cli.metrics import Metrics
 from hf_spec.tools.cli.serve import _prepare_models
 
 DEMO = Path(hf_spec.__file__).parent / "tools" / "demo"
@@ -99,6 +112,15 @@ def ask(server: Server, prompt: str, stream: bool = False, **options: Any) -> st
     return "".join(part.choices[0].text for part in answer)
 
 
+def metrics(server: Server) -> dict[tuple[str, str], float]:
+    """Numbers by name and strategy."""
+    with urllib.request.urlopen(server.address + "/metrics", timeout=30) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if line[0] != "#"]
+    pattern = re.compile(r'hf_spec_(\w+)\{model="[^"]+"(?:,strategy="(\w+)")?\} (\S+)')
+    found = [pattern.fullmatch(line) for line in lines]
+    return {(one[1], one[2] or ""): float(one[3]) for one in found}
+
+
 def config(**options: Any) -> dict[str, Any]:
     return {"extra_body": {"generation_config": json.dumps({"do_sample": False, **options})}}
 
@@ -121,6 +143,46 @@ def test_requests_get_what_plain_generate_gives(server, base):
 
     with ThreadPoolExecutor(4) as clients:
         assert list(clients.map(one, range(16))) == expected * 4
+
+
+@pytest.mark.environment
+@needs_packages
+def test_clients_share_steps_beside_one_that_goes_away(server, base):
+    """Of eight, half stream; one more is refused. The one that leaves has the longest answer, so
+    that all others share their steps with it."""
+    import openai
+
+    prompts = [f"{prompt}# {number}\n" for number, prompt in enumerate(PROMPTS * 2)]
+    sizes = [8 + 3 * number for number in range(8)]
+    expected = [text(base, one, max_new_tokens=size) for one, size in zip(prompts, sizes)]
+    before = metrics(server)
+    long = server.client().completions.create(
+        model=MODEL, prompt=PROMPTS[0], stream=True,
+        **config(max_new_tokens=900, min_new_tokens=900, assistant_strategy="medusa"),
+    )  # fmt: skip
+    next(iter(long))
+    with ThreadPoolExecutor(9) as clients:
+        answers = [
+            clients.submit(
+                ask, server, prompt, number % 2 == 0, temperature=0, max_tokens=sizes[number]
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        refused = clients.submit(ask, server, PROMPTS[0], True, **config(assistant_strategy="ppd"))
+        with pytest.raises(openai.BadRequestError, match="needs an active adapter of type PPD"):
+            refused.result()
+        assert answers[0].result() == expected[0]
+        assert metrics(server)["rows", ""] > 1
+        long.close()
+        assert [answer.result() for answer in answers] == expected
+    while metrics(server)["rows", ""]:
+        time.sleep(0.05)
+    after = metrics(server)
+    assert not after["cached_tokens", ""]
+    # The one that went away was not answered.
+    assert after["requests_total", "medusa"] - before.get(("requests_total", "medusa"), 0) == 8
+    new = after["tokens_total", "medusa"] - before.get(("tokens_total", "medusa"), 0)
+    assert 0 < new <= sum(sizes) and after["tau", "medusa"] > 1
 
 
 @pytest.mark.environment
@@ -183,7 +245,7 @@ def test_more_tokens_than_there_are(server, base):
 @needs_packages
 def test_its_log_says_how_it_generates():
     """At the start, and of each request."""
-    server = Server(MODEL, "--adapter", MEDUSA)
+    server = Server(MODEL, "--adapter", MEDUSA, "--max-rows", "2")
     ask(server, PROMPTS[0], temperature=0, max_tokens=6)
     ask(server, PROMPTS[0], stream=True, temperature=0, max_tokens=6)
     ask(server, PROMPTS[0], **config(max_new_tokens=4, assistant_strategy="prompt_lookup"))
@@ -195,6 +257,7 @@ def test_its_log_says_how_it_generates():
         f"hf-spec: {what} tokens" for what in ("medusa: 6", "medusa: 6", "prompt_lookup: 4")
     ]
     assert [line.split(", tau ")[0] for line in ours[1:]] == expected
+    assert all(line.endswith(" tokens/s, 1.0 rows") for line in ours[1:])
 
 
 @pytest.mark.environment
@@ -233,6 +296,110 @@ def test_an_adapter_of_another_base_does_not_start(checkpoint):
 def test_what_does_not_go_together(adapters, strategy, batching, message):
     with pytest.raises(ValueError, match=message):
         _prepare_models(adapters, strategy, None, batching)
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [("--max-rows=2", "--max-rows with --no-share-steps: it limits requests that share steps"),
+     ("--max-cached-tokens=9", "--max-cached-tokens with --no-share-steps"),
+     ("--max-rows=0", "'--max-rows': Input should be greater than or equal to 1")],
+)  # fmt: skip
+@needs_packages
+def test_limits_of_what_is_turned_off(capsys, limit, message):
+    assert cli.main(["serve", "some/model", "--no-share-steps", limit]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+class Served:
+    """What is set for servers that start now, with a strategy; none starts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *sharing: Any):
+        from hf_spec.modeling_patches import served_models
+
+        monkeypatch.setattr(
+            served_models, "on_load", lambda prepare: setattr(self, "load", prepare)
+        )
+        monkeypatch.setattr(
+            served_models,
+            "on_request",
+            lambda *two: vars(self).update(check=two[0], at_once=two[1]),
+        )
+        monkeypatch.setattr(served_models, "on_metrics", lambda text: setattr(self, "text", text))
+        _prepare_models((), "prompt_lookup", None, False, *sharing)
+
+
+@needs_packages
+@pytest.mark.parametrize(
+    ("sharing", "kind", "at_once"),
+    [
+        ((), {}, 32),
+        ((True, {"max_rows": 3, "max_cached_tokens": None}), {}, 3),
+        ((True, {"max_cached_tokens": 64}), {}, 32),
+        ((), {"assistant_strategy": None}, 1),
+        ((), {"cache_implementation": "static"}, 1),
+        ((), {"compile_config": CompileConfig()}, 1),
+        ((False,), {}, 1),
+    ],
+)
+def test_how_many_requests_run_at_once(monkeypatch, checkpoint, sharing, kind, at_once):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    served = Served(monkeypatch, *sharing)
+    served.load(model)
+    config = copy.deepcopy(model.generation_config)
+    config.update(**kind)
+    assert served.at_once(model, config) == at_once
+    if found := StepSharing.of(model):
+        assert found.max_cached_tokens == dict(*sharing[1:]).get("max_cached_tokens")
+
+
+@needs_packages
+def test_models_that_answer_one_request_at_a_time(monkeypatch, checkpoint, capsys):
+    """Those whose forwards would disturb each other in several threads."""
+    served, loads = Served(monkeypatch), partial(AutoModelForCausalLM.from_pretrained, checkpoint)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    turned = {
+        "rotary frequencies follow": loads(rope_parameters=rope),
+        "weights are offloaded": AutoModelForCausalLM.from_pretrained(checkpoint),
+    }
+    cpu_offload(turned["weights are offloaded"], torch.device("cpu"))
+    for why, model in turned.items():
+        served.load(model)
+        assert re.search(f"requests run one at a time: .*{why}", capsys.readouterr().err)
+        assert served.at_once(model, model.generation_config) == 1
+
+
+def test_metrics_are_counts_in_the_text_format_of_prometheus(monkeypatch, checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.name_or_path = 'a "name"'
+    now = [0.0]
+    kept = Metrics(clock=lambda: now[0])
+    kept.follow(model)
+    with hf_spec.share_steps(model) as sharing:
+        for at, tokens in ((10.0, 30), (50.0, 15)):
+            now[0] = at
+            kept.add("m", SpecStats(
+                "medusa", num_row_steps=10, num_generated_tokens=tokens, forward_seconds=0.5
+            ))  # fmt: skip
+        with sharing.admitted(3, 40):
+            found = kept.text()
+        now[0] = 80.0  # the first one is more than a minute ago
+        later = kept.text()
+    lines = [line for line in found.splitlines() if line[0] != "#"]
+    of_all = '{model="m",strategy="medusa"}'
+    assert lines == [
+        'hf_spec_rows{model="a \\"name\\""} 3',
+        'hf_spec_cached_tokens{model="a \\"name\\""} 40',
+        f"hf_spec_requests_total{of_all} 2",
+        f"hf_spec_request_seconds_total{of_all} 1",
+        f"hf_spec_tokens_total{of_all} 45",
+        f"hf_spec_row_steps_total{of_all} 20",
+        f"hf_spec_tau{of_all} 2.25",
+        f"hf_spec_tokens_per_second{of_all} 0.9",
+    ]
+    assert f"tokens_per_second{of_all} 0.25" in later and '"} 0' in later
+    kinds = re.findall(r"# HELP (\w+) .+\n# TYPE \1 (gauge|counter)\n", found)
+    assert [name for name, _ in kinds] == [line.partition("{")[0] for line in lines]
+    assert all((kind == "counter") == name.endswith("_total") for name, kind in kinds)
 
 
 @needs_packages

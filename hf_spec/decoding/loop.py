@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +75,16 @@ def last_stats(model: nn.Module) -> SpecStats | None:
         return own
     inside = (one for one in model.modules() if isinstance(one, GenerationMixin))
     return next((found for one in inside if (found := memory(one).get(SpecStats))), None)
+
+
+#: Of what is told them, in what is kept for a model.
+_TOLD = "told"
+
+
+def on_stats(model: nn.Module, told: Callable[[SpecStats], None]) -> None:
+    """From now on, ``told`` is called with the statistics of each call of ``model.generate`` with a
+    strategy that has ended without an error, in its thread."""
+    memory(unwrapped(model))[_TOLD] = told
 
 
 # -- A call of ``generate()``: the prompt, then step after step. All strategies share it -----------
@@ -156,7 +166,10 @@ def decode(
         _estimate_plain(stats, steps.policy, prompt_seconds, rows)
     elif (plain := times.plain_seconds()) is not None:  # few rows are left where old answers end
         stats.plain_seconds = prompt_seconds + plain * (max(sequences.emitted) - 1)
-    memory(model)[SpecStats] = stats
+    known = memory(model)
+    known[SpecStats] = stats
+    if _TOLD in known:
+        known[_TOLD](stats)
     if not wants:
         return ids
     return SpecGenerateOutput(

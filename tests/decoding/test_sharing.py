@@ -22,6 +22,8 @@ from test_shared import GREEDY, LOOKUP, SKIPPING, of_all, requests
 import hf_spec
 from hf_spec import RolloutHistory, StepSharing, last_stats, share_steps
 from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.core.memory import memory
+from hf_spec.decoding.loop import on_stats
 from hf_spec.decoding.shared import SharedSteps
 from hf_spec.draft.drafter import Drafter
 from hf_spec.methods.prompt_lookup import PromptLookupDrafter
@@ -394,6 +396,26 @@ def test_what_is_wrong_is_refused(model: Any, given: dict[str, Any], why: str) -
 def test_calls_share_once(sharing: StepSharing, model: Any) -> None:
     with pytest.raises(ValueError, match="already share their steps: stop"):
         share_steps(model)
+
+
+def test_statistics_of_each_call_are_told_in_its_thread(model: Any, sharing: StepSharing) -> None:
+    """Of those that have failed, none."""
+    told: list[tuple[int, int]] = []
+    on_stats(model, lambda stats: told.append((threading.get_ident(), stats.num_generated_tokens)))
+    given = {"input_ids": prompt(9), **GREEDY, **LOOKUP}
+    sizes = [3, 5, 8]
+    made = [{**given, "max_new_tokens": size} for size in sizes]
+    made[1]["streamer"] = Fails(3)
+    try:
+        with at_once(sharing, model, made) as calls:
+            found = outcomes(calls)
+        model.generate(**made[0])
+    finally:
+        memory(model).pop("told")
+    assert found[1] is Failure
+    assert sorted(told[:2], key=lambda one: one[1]) == [(told[0][0], 3), (told[1][0], 8)]
+    threads = [thread for thread, _ in told]
+    assert threads[2] == threading.get_ident() and len(set(threads)) == 3
 
 
 def test_a_forked_process_shares_anew(sharing: StepSharing, model: Any) -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import sysconfig
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
@@ -104,11 +105,23 @@ def serve(
             help="Sampling or not, where the temperature is not 0.  [default: the model's]",
         ),
     ] = None,
+    share_steps: Annotated[
+        bool, Option(help="Requests of several clients share their steps, or run one at a time.")
+    ] = True,
+    max_rows: Annotated[
+        int | None, Option(min=1, help="Most requests that share steps at once.  [default: 32]")
+    ] = None,
+    max_cached_tokens: Annotated[
+        int | None,
+        Option(
+            min=1, help="Most tokens of their prompts and longest answers.  [default: no limit]"
+        ),
+    ] = None,
 ) -> None:
     """Run 'transformers serve' with adapters and a strategy.
 
     This is Transformers' own server; all other arguments are passed on, and 'transformers serve
-    --help' lists them. With adapters, MODEL is their base.
+    --help' lists them. With adapters, MODEL is their base. GET /metrics answers with counts.
 
     \b
     Examples:
@@ -139,7 +152,9 @@ def serve(
             f"{install_extra('serve')}"
         ) from error
     _check_passed_on(context, transformers_app)
-    _prepare_models(adapter or (), strategy, do_sample, "--continuous-batching" in context.args)
+    limits = {"max_rows": max_rows, "max_cached_tokens": max_cached_tokens}
+    continuous = "--continuous-batching" in context.args
+    _prepare_models(adapter or (), strategy, do_sample, continuous, share_steps, limits)
     try:
         code = transformers_app(
             ["serve", *context.args], prog_name="hf-spec", standalone_mode=False
@@ -176,13 +191,24 @@ def _options_of(program: Any, command: str) -> set[str]:
 
 
 def _prepare_models(
-    paths: Any, strategy: str | None, do_sample: bool | None, continuous: bool
-) -> None:
-    """Let the server attach the adapters to each model, and generate with the strategy."""
+    paths: Any, strategy: str | None, do_sample: bool | None, continuous: bool,
+    shares: bool = True, limits: Mapping[str, int | None] | None = None,
+) -> None:  # fmt: skip
+    """Let the server attach the adapters to each model, and generate with the strategy; ``limits``:
+    of :func:`share_steps`."""
     from hf_spec.decoding.call import check_strategy
-    from hf_spec.modeling_patches.served_models import on_load, on_request
+    from hf_spec.decoding.loop import on_stats
+    from hf_spec.decoding.sharing import share_steps
+    from hf_spec.modeling_patches.served_models import on_load, on_metrics, on_request
     from hf_spec.target.packed_weights import pack_where_it_pays
+    from hf_spec.tools.cli.metrics import Metrics
 
+    given = {name: limit for name, limit in (limits or {}).items() if limit is not None}
+    if given and not shares:
+        name = next(iter(given)).replace("_", "-")
+        raise ValueError(
+            f"--{name} with --no-share-steps: it limits requests that share steps. Leave one out."
+        )
     adapters = read_adapters(paths)
     chosen = single_strategy(strategy, adapters, NO_STRATEGY)
     options = next((one.options for one in adapters if one.strategy == chosen), None)
@@ -194,6 +220,7 @@ def _prepare_models(
 
     drafts = ", ".join(f"{one.path} ({one.strategy})" for one in adapters) or "none"
     echo(f"hf-spec: strategy {chosen or NO_STRATEGY}, adapters: {drafts}", err=True)
+    metrics = Metrics()
 
     def prepare(model: Any) -> None:
         load_adapters(model, adapters)
@@ -205,9 +232,50 @@ def _prepare_models(
             config.assistant_strategy = chosen
             config.assistant_kwargs = options
             check_strategy(model, config)
+        name = model.name_or_path
+
+        def told(stats: Any) -> None:
+            metrics.add(name, stats)
+            _report(stats)
+
+        on_stats(model, told)
+        why = _takes_turns(model)
+        if shares and why is None:
+            share_steps(model, **given)
+            metrics.follow(model)
+        elif shares:
+            echo(f"hf-spec: requests run one at a time: {why}", err=True)
 
     on_load(prepare)
-    on_request(_check_request, _report)
+    on_request(_check_request, _at_once)
+    on_metrics(metrics.text)
+
+
+def _takes_turns(model: Any) -> str | None:
+    """Why a model answers one request at a time; None if it need not."""
+    from transformers import GenerationMixin
+
+    from hf_spec.modeling_patches.dynamic_rope import rope_ends
+
+    if not isinstance(model, GenerationMixin):
+        return "the model has no generate()"
+    if rope_ends(model):
+        return "its rotary frequencies follow the length of the sequence"
+    if any(one.is_meta for one in model.parameters()):
+        return "some of its weights are offloaded"
+    return None
+
+
+def _at_once(model: Any, config: Any) -> int:
+    """How many requests like this one may run at once."""
+    from hf_spec.decoding.sharing import StepSharing
+
+    sharing = StepSharing.of(model)
+    # What is compiled may be a thread's own; plain requests gain nothing by running beside others.
+    compiles = config.cache_implementation is not None or config.compile_config is not None
+    if sharing is None or compiles or getattr(config, "assistant_strategy", None) is None:
+        return 1
+    return sharing.max_rows
 
 
 def _check_request(model: Any, tokenizer: Any, inputs: Any, config: Any) -> None:
@@ -229,18 +297,12 @@ def _check_request(model: Any, tokenizer: Any, inputs: Any, config: Any) -> None
         check_strategy(model, config)
 
 
-def _report(model: Any) -> None:
-    """Log the figures of a request, unless it named no strategy."""
-    from hf_spec.core.memory import memory
-    from hf_spec.decoding.loop import last_stats
-
-    stats = last_stats(model)
-    known = memory(model)
-    if stats is not None and known.get(_report) is not stats:
-        known[_report] = stats
-        tokens, seconds = stats.num_generated_tokens, stats.total_seconds
-        echo(
-            f"hf-spec: {stats.strategy}: {tokens} tokens, tau {stats.mean_accepted_tokens:.2f}, "
-            f"{tokens / seconds:.1f} tokens/s",
-            err=True,
-        )
+def _report(stats: Any) -> None:
+    """Log the figures of a request."""
+    tokens, rows = stats.num_generated_tokens, stats.details.get("shared", {}).get("rows")
+    beside = "" if rows is None else f", {rows:.1f} rows"
+    echo(
+        f"hf-spec: {stats.strategy}: {tokens} tokens, tau {stats.tau:.2f}, "
+        f"{tokens / stats.total_seconds:.1f} tokens/s{beside}",
+        err=True,
+    )
