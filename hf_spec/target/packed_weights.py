@@ -292,8 +292,9 @@ def _shape_of_packed_linear(
 
 def _packed_linear(inputs: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     # An operator can be defined once; the module that has the copies may have been loaded again.
+    from hf_spec.target import packed_weights
 
-    return packed_linear(inputs, weights, biases)
+    return packed_weights.packed_linear(inputs, weights, biases)
 
 
 if not hasattr(torch.ops.hf_spec, "packed_linear"):
