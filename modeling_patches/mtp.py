@@ -69,8 +69,7 @@ class Recipe:
         ``position_ids``, ``attention_mask``, the cache and, if there is a rotary module,
         ``position_embeddings`` by name.
         """
-        made: nn.Module = self.kind(config, index)
-        return made
+        return self.kind(config, index)
 
 
 class Parts(nn.ModuleList):
@@ -292,8 +291,7 @@ class MtpLayer(nn.Module):
         takes, by the embeddings of each row's token and the final states of the token before."""
         joined = torch.cat([self.enorm(embeddings), self.hnorm(hidden)], dim=-1)
         out = self.mtp_block(self.eh_proj(joined), **inputs)
-        normed: Tensor = self.post_norm(out[0] if isinstance(out, tuple) else out)
-        return normed
+        return self.post_norm(out[0] if isinstance(out, tuple) else out)
 
 
 class MtpLayers(nn.Module):
@@ -342,8 +340,7 @@ class MtpLayers(nn.Module):
         """Number of positions that a layer sees; None for all."""
         if self.kinds[index] != "sliding_attention":
             return None
-        size: int = self.config.sliding_window
-        return size
+        return self.config.sliding_window
 
     def run(
         self, index: int, embeddings: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor,
@@ -363,8 +360,7 @@ class MtpLayers(nn.Module):
             inputs["position_embeddings"] = self.rotary(embeddings, positions, **given)
         if self.config._attn_implementation == "eager":
             mask = torch.zeros_like(mask, dtype=embeddings.dtype).masked_fill_(~mask, -torch.inf)
-        found: Tensor = self.layers[index](embeddings, hidden, attention_mask=mask, **inputs)
-        return found
+        return self.layers[index](embeddings, hidden, attention_mask=mask, **inputs)
 
 
 def converted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -256,8 +256,7 @@ class _Method:
         function = getattr(type(self.module), self.name)
         if torch.compiler.is_compiling():  # PyTorch 2.11 does not trace `__get__`
             return partial(function, self.module)
-        method: Callable[..., Any] = function.__get__(self.module)
-        return method
+        return function.__get__(self.module)
 
     #: For `inspect.signature`, which tells what a forward takes.
     __wrapped__ = plain

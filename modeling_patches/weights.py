@@ -322,8 +322,7 @@ def made_anew(
         with torch.inference_mode(False), torch.no_grad():  # training may use it later
             # With the tensors, but not the parameters, whose owner could not be freed.
             known = store[owner] = key, [tensor.data for tensor in tensors], make()
-    made: Made = known[2]
-    return made
+    return known[2]
 
 
 # --------------------------------------------------------------------------------------------------

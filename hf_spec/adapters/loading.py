@@ -159,8 +159,7 @@ def _known(base: Any, place: str, state: Hashable) -> Adapter | None:
     kept = memory(base).setdefault(load_unattached, {})
     if place in kept and kept[place][0] == state:
         kept[place] = kept.pop(place)  # the last in order
-        adapter: Adapter = kept[place][1]
-        return adapter
+        return kept[place][1]
     for name in [name for name, (before, _) in kept.items() if before != _state(base, name)]:
         del kept[name]
     return None
@@ -303,8 +302,7 @@ def _ours(origin: Origin | None, config: Any) -> SpecPeftConfig | None:
     if not issubclass(PEFT_TYPE_TO_CONFIG_MAPPING.get(kind, object), SpecPeftConfig):
         return None
     with explained(f"cannot read {str(path)!r}", ValueError, OSError, *UNFIT):
-        found: SpecPeftConfig = _read_config(origin)
-        return found
+        return _read_config(origin)
 
 
 def _note(model: Any, name: str, origin: Origin) -> None:

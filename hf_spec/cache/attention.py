@@ -53,8 +53,7 @@ class AttentionLayer(CacheLayerMixin):
     @property
     def window(self) -> int | None:
         """Tokens that a query sees, itself included, if no more are kept; None if all are."""
-        window: int | None = self.cache.states.windows.get(self.index)
-        return window
+        return self.cache.states.windows.get(self.index)
 
     @property
     def is_sliding(self) -> bool:

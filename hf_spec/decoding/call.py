@@ -257,8 +257,7 @@ def _obstacle(model: Any, name: str, included: Any) -> str | None:
             known[AUTO, name] = None
         except (ValueError, NotImplementedError) as error:
             known[AUTO, name] = first_line(error).removeprefix(f"assistant_strategy={name!r}: ")
-    obstacle: str | None = known[AUTO, name]
-    return obstacle
+    return known[AUTO, name]
 
 
 def _stored(adapter: Adapter, strategy: str) -> StoredOptions:

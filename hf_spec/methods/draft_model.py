@@ -222,8 +222,7 @@ class SharedKVPredictor(AssistantPredictor):
             **only_logits(self.assistant),
         )  # fmt: skip
         self._after = found.last_hidden_state
-        logits: Tensor = found.logits[..., : self.shared]
-        return logits
+        return found.logits[..., : self.shared]
 
     def finish(self) -> None:
         super().finish()

@@ -191,8 +191,7 @@ class Method:
         made = make(model, options, *given)
         if isinstance(made, Predictor):
             made = self.drafter(model, options, made)
-        drafter: Drafter = made
-        return drafter
+        return made
 
 
 _registered: dict[str, Method] = {}

@@ -96,10 +96,7 @@ class _Copy:
 
     def product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         """``(..., features)`` to ``(..., outputs)``, those of all weights one after the other."""
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(
-            inputs, self._packed, bias, "none", [], ""
-        )
-        return output
+        return torch.ops.mkldnn._linear_pointwise(inputs, self._packed, bias, "none", [], "")
 
 
 #: All copies by their weights' addresses, for compiled code.
