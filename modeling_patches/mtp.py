@@ -154,11 +154,10 @@ def config_of(model: Any, recipe: Recipe, count: int, sparse: bool) -> Any:
 # --------------------------------------------------------------------------------------------------
 # Layers for multi-token prediction (MTP): tensors of checkpoints that Transformers does not load.
 #
-# Each is a block (:mod:`.mtp_blocks`), mostly a decoder layer of the model's own class, with two
-# norms and a projection before it and a norm after it (DeepSeek-AI, "DeepSeek-V3 Technical Report",
-# 2024, section 2.2). What checkpoints call them follows one of a few layouts. Transformers' own
-# ``MtpModel`` knows the layer numbers of released models; here layers are counted from the model's
-# last one.
+# Each is a block, see above, with two norms and a projection before it and a norm after it
+# (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.2). What checkpoints call them
+# follows one of a few layouts. Transformers' own ``MtpModel`` knows the layer numbers of released
+# models; here layers are counted from the model's last one.
 
 #: Prefix of the block's tensors in :class:`MtpLayer`.
 BLOCK = "mtp_block."
@@ -338,9 +337,7 @@ class MtpLayers(nn.Module):
 
     def window(self, index: int) -> int | None:
         """Number of positions that a layer sees; None for all."""
-        if self.kinds[index] != "sliding_attention":
-            return None
-        return self.config.sliding_window
+        return self.config.sliding_window if self.kinds[index] == "sliding_attention" else None
 
     def run(
         self, index: int, embeddings: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor,
