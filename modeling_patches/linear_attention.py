@@ -232,7 +232,8 @@ def _delta_grams(
         between = own[:, :, part, None] - cum[:, :, None]  # (batch, heads, part, m + n, d)
         far = between.masked_fill(hidden, -torch.inf).exp2() * keys[:, :, None]
         grams.append(both[:, :, part] @ far.transpose(-1, -2))
-    return torch.cat(grams, 2).unbind(3)
+    system, attention = torch.cat(grams, 2).unbind(3)
+    return system, attention
 
 
 def delta_run(

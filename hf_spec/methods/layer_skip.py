@@ -493,8 +493,6 @@ def _choice(model: Any, options: LayerSkipOptions) -> tuple[list[int], list[int]
     return adapter.config.skip_attention, adapter.config.skip_mlp, adapter
 
 
-# -- ``layer_skip``: draft with the model itself, leaving out layers (Draft & Verify) --------------
-
 METHOD = Method(
     name="layer_skip",
     summary="the model drafts for itself with some layers left out; needs no training",

@@ -462,8 +462,6 @@ def _check_prunable(drafter: Drafter, layer: int) -> None:
         )
 
 
-# -- ``propd``: trees whose unlikely draft tokens are pruned after the first layers (ProPD) --------
-
 METHOD = Method(
     name="propd",
     summary="heads predict the next tokens; an early head can drop unlikely ones",
