@@ -204,18 +204,16 @@ def register_method(method: Method) -> None:
 
     Raises:
         ValueError: it is no :class:`Method`; or the name, or the type of its adapter, belongs to
-            another method; or one of
-            ``adapter_config`` and ``adapter_module`` is missing.
+            another method; or one of ``adapter_config`` and ``adapter_module`` is missing.
     """
     if not isinstance(method, Method):
         raise ValueError(f"register_method({method!r}): give a hf_spec.Method.")
-    known = _registered.get(method.name)
-    if known is not None and _path(known.declares) != _path(
-        method.declares
-    ):  # not a reloaded module
+    own = _path(method.declares)
+    known = _path(_registered.get(method.name, method).declares)
+    if known != own:  # else a reloaded module may register it again
         raise ValueError(
-            f"the strategy {method.name!r} is that of {_path(known.declares)}: choose another name "
-            f"for that of {_path(method.declares)}."
+            f"the strategy {method.name!r} is that of {known}: choose another name for that of "
+            f"{own}."
         )
     if (method.adapter_config is None) != (method.adapter_module is None):
         raise ValueError(
