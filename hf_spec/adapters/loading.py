@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import (
     PEFT_TYPE_TO_CONFIG_MAPPING,
     PEFT_TYPE_TO_TUNER_MAPPING,
@@ -21,17 +20,9 @@ from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from hf_spec.adapters.checkpoint import (
-    CONFIG,
-    PEFT_PREFIX,
-    WEIGHTS,
-    Origin,
-    check_weights,
-    read_weights,
-    readable,
-)
+from hf_spec.adapters.checkpoint import CONFIG, WEIGHTS, Origin, read_weights, readable
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.layer import Adapter, layer_of, layers_of, name_on_disk
+from hf_spec.adapters.layer import Adapter, layer_of, layers_of
 from hf_spec.core.checks import UNFIT, explained
 from hf_spec.core.memory import locked, memory
 from hf_spec.files import is_path, read_json
@@ -209,13 +200,8 @@ def _read_unattached(base: Any, place: str) -> Adapter:
     tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
     with same_draws(placement(base).device):  # a call's seed is for its tokens
         adapter: Adapter = tuner.adapter_class.build(config, base).eval()
-    own = {name_on_disk(kind, name): one for name, one in adapter.state_dict().items()}
     stored = read_weights(origin.weights())
-    stored = {name.removeprefix(PEFT_PREFIX): one for name, one in stored.items()}
-    check_weights(kind, stored, own, placement(base).dtype)
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(stored[name])
+    adapter.load_state_dict(adapter.from_file(stored, placement(base).dtype))
     adapter.requires_grad_(False)
     adapter.name, adapter.origin = place, origin
     return adapter

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import find_active, require_active
-from hf_spec.adapters.tuner import Objective, register_type
+from hf_spec.adapters.tuner import Objective, path_of, register_type
 from hf_spec.core.checks import check_choice, check_names
 from hf_spec.core.shapes import TokenTree
 from hf_spec.draft.drafter import Drafter
@@ -208,8 +208,8 @@ def register_method(method: Method) -> None:
     """
     if not isinstance(method, Method):
         raise ValueError(f"register_method({method!r}): give a hf_spec.Method.")
-    own = _path(method.declares)
-    known = _path(_registered.get(method.name, method).declares)
+    own = path_of(method.declares)
+    known = path_of(_registered.get(method.name, method).declares)
     if known != own:  # else a reloaded module may register it again
         raise ValueError(
             f"the strategy {method.name!r} is that of {known}: choose another name for that of "
@@ -226,10 +226,6 @@ def register_method(method: Method) -> None:
         )
         method.adapter_config.strategy = method.name
     _registered[method.name] = method
-
-
-def _path(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 @cache
