@@ -250,8 +250,7 @@ def renamed(model: Any) -> Callable[[str], str]:
     return lambda name: rename_source_key(name, *rules, *own)[0]
 
 
-# --------------------------------------------------------------------------------------------------
-# Notices that tensors were replaced or written to, so that what was made of them is made anew.
+# -- Notices that tensors were replaced or written to, so that what was made of them is made anew --
 #
 # A tensor's version counter is not enough: writes through `.data`, as PEFT merges, and steps of
 # torch's fused optimizers do not change it. Steps of optimizers are counted here.

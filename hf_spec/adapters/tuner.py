@@ -37,8 +37,7 @@ from hf_spec.modeling_patches.per_call import patch_method
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.sequences import IGNORED
 
-# --------------------------------------------------------------------------------------------------
-# hf_spec's adapters beside others, such as a fine-tune's LoRA, and beside a base to be saved.
+# -- hf_spec's adapters beside others, such as a fine-tune's LoRA, and beside a base to be saved ---
 #
 # They hang on the base model, whatever is around it, such as a `PeftModel` of a LoRA; each type has
 # an active adapter of its own. PEFT and Transformers refuse some of this, or change adapters of

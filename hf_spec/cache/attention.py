@@ -237,8 +237,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
-# --------------------------------------------------------------------------------------------------
-# What all attention layers hold: preallocated buffers, and where a block is written to them.
+# -- What all attention layers hold: preallocated buffers, and where a block is written to them ----
 
 #: Views end on multiples of this many slots: fused attention kernels need aligned masks.
 ALIGNMENT = 16

@@ -145,8 +145,7 @@ class ThresholdExit(DraftExit):
         self.acceptance = smoothed
 
 
-# --------------------------------------------------------------------------------------------------
-# The LAYER_SKIP adapter: the sublayers that drafting skips, and low-rank updates of the rest.
+# -- The LAYER_SKIP adapter: the sublayers that drafting skips, and low-rank updates of the rest ---
 #
 # The updates, if there are any, are trained by distillation from the full model (Draft & Verify,
 # appendix F). As in decoding, draft tokens see the full model's KV cache: the full model

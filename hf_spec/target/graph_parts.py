@@ -211,8 +211,7 @@ def _layout(value: Tensor) -> Sequence[int]:
     return (*value.shape, *(() if value.is_contiguous() else value.stride()))
 
 
-# --------------------------------------------------------------------------------------------------
-# Captured graphs in which the same operations recur, as in a decoder's layers: compiled once.
+# -- Captured graphs in which the same operations recur, as in a decoder's layers: compiled once ---
 #
 # Compiling takes time in proportion to a graph's length, and most of a decoder is one layer again
 # and again. Its graph is cut into what comes before the layers, each layer, and what comes after.
