@@ -52,15 +52,10 @@ class ProbedSequences(NamedTuple):
 
 
 def probe_sequences(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    anchors: Tensor,
-    group: ProbeGroup,
-    probe_inputs: ProbeInputs,
-    frozen: bool = True,
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None, anchors: Tensor,
+    group: ProbeGroup, probe_inputs: ProbeInputs, frozen: bool = True,
     while_probing: Changes | None = None,
-) -> ProbedSequences:
+) -> ProbedSequences:  # fmt: skip
     """Run sequences with a group of probes under every anchor.
 
     Args:

@@ -255,17 +255,11 @@ class Target:
     graphs: Graphs | None = None
 
     def __init__(
-        self,
-        model: Any,
-        cache: TreeCache,
-        last_position: Tensor,
-        position_shift: Tensor | None = None,
-        model_kwargs: dict[str, Any] | None = None,
-        per_token: dict[str, Tensor] | None = None,
-        probe_inputs: ProbeInputs | None = None,
-        reads: Reads = NO_STATES,
-        beside: Any = None,
-    ):
+        self, model: Any, cache: TreeCache, last_position: Tensor,
+        position_shift: Tensor | None = None, model_kwargs: dict[str, Any] | None = None,
+        per_token: dict[str, Tensor] | None = None, probe_inputs: ProbeInputs | None = None,
+        reads: Reads = NO_STATES, beside: Any = None,
+    ):  # fmt: skip
         self.model = model
         self.cache = cache
         self.attention = TreeAttention(model, beside=beside)
@@ -304,15 +298,10 @@ class Target:
                 self.front_seen = probe_inputs.sees_front(kinds)
 
     def __call__(
-        self,
-        tree: Tree,
-        first: int = 0,
-        pruning: Pruning | None = None,
-        changes: Changes | None = None,
-        logits_at: Tensor | None = None,
-        verify: VerifyProgram | None = None,
-        after: DraftProgram | None = None,
-    ) -> Output:
+        self, tree: Tree, first: int = 0, pruning: Pruning | None = None,
+        changes: Changes | None = None, logits_at: Tensor | None = None,
+        verify: VerifyProgram | None = None, after: DraftProgram | None = None,
+    ) -> Output:  # fmt: skip
         """Run the tree's nodes ``first ..``.
 
         Args:
