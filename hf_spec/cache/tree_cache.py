@@ -26,7 +26,7 @@ from hf_spec.modeling_patches.support import LAYERS
 # Row ``r`` holds its ``lengths[r]`` accepted tokens in slots ``0 .. lengths[r] - 1``, without
 # padding or holes. A forward writes the nodes of its tree after them; they become part of the row
 # only when :meth:`commit` keeps the accepted ones. What layers of one kind hold is in one object
-# (:mod:`.buffers`), which begins, commits and selects for all of them together.
+# (:class:`AttentionStates`), which begins, commits and selects for all of them together.
 #
 # An exception, such as an interrupt, may occur between any two lines. The buffers and the rows'
 # lengths change together and stay valid; :meth:`repair` rebuilds the rest. Slots past a row's
