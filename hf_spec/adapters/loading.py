@@ -79,14 +79,14 @@ def load_directly(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     given = bound.arguments
     origin, name = _asked(given), given["adapter_name"] or "default"
     config: Any = _ours(origin, given["peft_config"])
-    taken = name in getattr(self, "peft_config", {}) and given["hotswap"] is not True
-    if config is not None and taken:
+    taken, swaps = name in getattr(self, "peft_config", {}), given["hotswap"] is True
+    if config is not None and taken and not swaps:
         raise ValueError(
             f"the model already has an adapter named {name!r}: give this one another name, such as "
             f"adapter_name={type(config).type_name.lower()!r}, or drop that one first, "
             f"model.delete_adapter({name!r})."
         )
-    if config is None or name in getattr(self, "peft_config", {}) or given["hotswap"] is True:
+    if config is None or swaps:
         return original(self, *args, **kwargs)
     weights = given["adapter_state_dict"]
     if weights is None and origin is not None:
@@ -125,9 +125,9 @@ def load_unattached(base: Any, place: str) -> Adapter:
         ValueError: it is none of hf_spec, it changes the base's weights, or its files are broken.
     """
     state = _state(base, place)
-    adapter = _known(base, place, state)
-    if adapter is None:
-        adapter = _keep(base, place, state, _read_unattached(base, place))
+    adapter = _kept(base, place, state)
+    if adapter is None:  # another thread may be faster
+        adapter = _kept(base, place, state, _read_unattached(base, place))
     device, dtype = placement(base)  # the base may have moved since
     return adapter.to(device, dtype)
 
@@ -144,29 +144,20 @@ def _state(base: Any, place: str) -> Hashable:
 
 
 @locked
-def _known(base: Any, place: str, state: Hashable) -> Adapter | None:
-    """An adapter that was read from these files; if there is none, those of files that have changed
-    since, or are gone, are dropped."""
+def _kept(base: Any, place: str, state: Hashable, new: Adapter | None = None) -> Any:
+    """The adapter that was read from these files; else a new one, which is kept, if there is any.
+    Those of files that have changed since, or are gone, are then dropped."""
     kept = memory(base).setdefault(load_unattached, {})
     if place in kept and kept[place][0] == state:
         kept[place] = kept.pop(place)  # the last in order
         return kept[place][1]
     for name in [name for name, (before, _) in kept.items() if before != _state(base, name)]:
         del kept[name]
-    return None
-
-
-@locked
-def _keep(base: Any, place: str, state: Hashable, adapter: Adapter) -> Adapter:
-    """Keep an adapter; returns that of another thread if this was faster."""
-    known = _known(base, place, state)
-    if known is not None:
-        return known
-    kept = memory(base)[load_unattached]
-    kept[place] = state, adapter
-    for name in [*kept][:-NAMED]:
-        del kept[name]
-    return adapter
+    if new is not None:
+        kept[place] = state, new
+        for name in [*kept][:-NAMED]:
+            del kept[name]
+    return new
 
 
 def _read_unattached(base: Any, place: str) -> Adapter:

@@ -444,7 +444,8 @@ def take_over(
             _copy_in(cache.layers[index].views[name], _held(layer)[name], columns, count)
             left[index] -= 1
             if not left[index]:
-                _free(layer)
+                for freed in _held(layer):
+                    setattr(layer, freed, None)
 
 
 def _windows(layers: Sequence[Any]) -> dict[int, int]:
@@ -566,11 +567,6 @@ def _held(layer: Any) -> dict[str, Tensor]:
     if getattr(layer, "indexer_keys", None) is not None:
         held["indexer_keys"] = layer.indexer_keys[:, None]
     return held
-
-
-def _free(layer: Any) -> None:
-    for name in _held(layer):
-        setattr(layer, name, None)
 
 
 def _copy_in(target: Tensor, source: Tensor, columns: Tensor | None, seq: int) -> None:
