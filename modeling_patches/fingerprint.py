@@ -206,13 +206,14 @@ class _Reader:
             return
         self._configs.add(id(config))
         for name, value in vars(config).items():
-            self._other(name, value)
+            if type(value) in _PLAIN:
+                self._plain += (name, value)
+            else:
+                self._other(name, value)
 
     def _other(self, name: str, value: Any) -> None:
-        """Read a value of a stock module or a config."""
-        if type(value) in _PLAIN:
-            self._plain += (name, value)
-        elif isinstance(value, PreTrainedConfig):
+        """Read a value of a stock module or a config, other than a plain one."""
+        if isinstance(value, PreTrainedConfig):
             self._config(value)
         elif isinstance(value, (torch.dtype, torch.device)):
             self._plain += (name, str(value))
