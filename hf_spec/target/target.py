@@ -20,20 +20,13 @@ from hf_spec.modeling_patches.attention_masks import Local, TreeAttention
 from hf_spec.modeling_patches.dynamic_rope import DynamicRope, rope_ends
 from hf_spec.modeling_patches.linear_attention import Running, tree_recurrences
 from hf_spec.modeling_patches.low_rank import LowRank
-from hf_spec.modeling_patches.modules import CACHE, averaged_exits, only_logits
+from hf_spec.modeling_patches.modules import CACHE, averaged_exits, only_logits, takes
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.skipping import Choose, early_pruning
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.graphs import DraftProgram, Graphs
-from hf_spec.target.hidden_states import (
-    NO_STATES,
-    Reads,
-    captured,
-    embedded,
-    gather_hidden,
-    supported_kwargs,
-)
+from hf_spec.target.hidden_states import NO_STATES, Reads, captured, embedded, gather_hidden
 
 # -- The nodes of a tree that one forward runs over, and where slots stand for their mask ----------
 
@@ -275,7 +268,7 @@ class Target:
         given = model_kwargs or {}
         self.model_kwargs = {**given, **only_logits(model, given)}
         self.per_token = per_token or {}
-        self.takes_positions = "position_ids" in supported_kwargs(model, position_ids=True)
+        self.takes_positions = takes(model, "position_ids")
         self.device, self.dtype = placement(model)
         self.probe_inputs = probe_inputs
         self.num_front = 0
