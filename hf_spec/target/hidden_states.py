@@ -1,15 +1,20 @@
 """Hidden states that drafters read, and logits computed from them."""
 
+from __future__ import annotations
+
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_spec.core.device import bucket
 from hf_spec.core.memory import memory
+from hf_spec.core.tree import Tree
 from hf_spec.modeling_patches.modules import decoder_of, num_layers, only_logits, takes
 from hf_spec.modeling_patches.per_call import Changes, step_aside
 from hf_spec.modeling_patches.skipping import layer_input
@@ -181,13 +186,15 @@ class Reads:
     Attributes:
         tokens: of which tokens: ``last``, the last accepted node, from which the target made the
             bonus token; ``committed``, all accepted nodes and all tokens of the prompt; ``probes``,
-            the last accepted node's probes; None to read none.
+            the last accepted node's probes; None to read none. ``nodes``: no states, but what the
+            model predicts after each node, accepted or not, see :class:`Predicted`; of the prompt
+            nothing.
         layers: whose states, numbered as in Transformers' ``output_hidden_states``, concatenated
             along the features; empty for the final states, which the output embeddings read. Not
             with early pruning.
     """
 
-    tokens: Literal["last", "committed", "probes"] | None = None
+    tokens: Literal["last", "committed", "probes", "nodes"] | None = None
     layers: tuple[int, ...] = ()
 
     @property
@@ -195,8 +202,65 @@ class Reads:
         """Whether states of nodes with tokens are read."""
         return self.tokens in ("last", "committed")
 
+    @property
+    def predicted(self) -> bool:
+        """Whether what the model predicts after each node is read."""
+        return self.tokens == "nodes"
+
 
 NO_STATES = Reads()
+#: Likeliest tokens after each node that are read, see :class:`Predicted`.
+NUM_READ = 8
+
+
+class Predicted(NamedTuple):
+    """What the model predicts after each node of the step's trees.
+
+    Attributes:
+        tokens: ``(batch, nodes)`` int64, of the nodes.
+        parents: ``(batch, nodes)`` int64, -1 for the root.
+        valid: ``(batch, nodes)`` bool, False for padding.
+        following: ``(batch, nodes, NUM_READ)`` int64 likeliest tokens, in descending order; all of
+            a smaller vocabulary.
+        log_probs: ``(batch, nodes, NUM_READ)`` float32, before any logits processor.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    valid: Tensor
+    following: Tensor
+    log_probs: Tensor
+
+    @classmethod
+    def of(cls, tree: Tree, logits: Tensor) -> Predicted:
+        """Of trees without probes; ``logits``: ``(batch, nodes, vocab)``."""
+        best = logits.topk(min(NUM_READ, logits.shape[-1]), dim=-1)
+        others = (logits - best.values[..., :1]).exp().sum(-1, keepdim=True, dtype=torch.float32)
+        log_probs = best.values - best.values[..., :1].float() - others.log()
+        return cls(tree.tokens, tree.parents, tree.valid, best.indices, log_probs)
+
+    def packed(self) -> Tensor:
+        """As one tensor ``(batch, nodes, 3 + 2 * NUM_READ)`` of float32, which represents integers
+        below 2 ** 24, and so all tokens, exactly. The nodes are padded to a size that recurs."""
+        device = self.log_probs.device
+        columns = [one.to(device, torch.float32) for one in self[:3]]
+        found = torch.cat(
+            [torch.stack(columns, -1), self.following.float(), self.log_probs], dim=-1
+        )
+        return pad(found, (0, 0, 0, bucket(found.shape[1]) - found.shape[1]))
+
+    def parts(self, size: int) -> Iterator[Predicted]:
+        """Chains of so many nodes, one after the other, instead of a long one."""
+        for part in map(Predicted._make, zip(*(one.split(size, 1) for one in self))):
+            order = torch.arange(part.tokens.shape[1], device=part.tokens.device)
+            yield part._replace(parents=(order - 1).expand_as(part.tokens))
+
+    @classmethod
+    def unpacked(cls, packed: Tensor) -> Predicted:
+        """Inverse of :meth:`packed`."""
+        following, log_probs = packed[..., 3:].chunk(2, dim=-1)
+        tokens, parents, valid = packed[..., :3].long().unbind(-1)
+        return cls(tokens, parents, valid > 0, following.long(), log_probs)
 
 
 def captured(

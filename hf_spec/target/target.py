@@ -28,6 +28,7 @@ from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.graphs import DraftProgram, Graphs
 from hf_spec.target.hidden_states import (
     NO_STATES,
+    Predicted,
     Reads,
     captured,
     embedded,
@@ -206,6 +207,8 @@ class Output(NamedTuple):
     def read(self, reads: Reads, result: StepResult) -> Tensor | None:
         """What a drafter reads of the forward, given its result; see :meth:`Drafter.advance`."""
         hidden, tree = self.hidden, self.tree
+        if reads.predicted:
+            return Predicted.of(tree.drafted, self.logits).packed()
         if hidden is None or reads.tokens is None:
             return None
         if reads.tokens == "last":
