@@ -56,9 +56,10 @@ class SuccessorTable(Holds):
         keys: ``(entries + 1,)`` int64, -1 for an empty entry. The last one takes what is left out.
         successors: ``(entries + 1, NUM_READ)`` int32 tokens.
         log_probs: ``(entries + 1, NUM_READ)`` float16.
+        trusted: ``(ORDERS,)`` :data:`TRUSTED`.
     """
 
-    held: ClassVar[Sequence[str]] = ("keys", "successors", "log_probs")
+    held: ClassVar[Sequence[str]] = ("keys", "successors", "log_probs", "trusted")
 
     def __init__(self, vocab: int, size: int, device: torch.device):
         self.vocab, self.size = vocab, largest_prime(size)
@@ -66,6 +67,7 @@ class SuccessorTable(Holds):
         self.keys = torch.full((entries + 1,), -1, dtype=torch.int64, device=device)
         self.successors = torch.zeros(entries + 1, width, dtype=torch.int32, device=device)
         self.log_probs = torch.zeros(entries + 1, width, dtype=torch.float16, device=device)
+        self.trusted = to_device(TRUSTED, device)
 
     @property
     def nbytes(self) -> int:
@@ -92,8 +94,7 @@ class SuccessorTable(Holds):
         known = self.keys[places] == keys
         order = torch.where(known, torch.arange(ORDERS, device=keys.device), -1).amax(-1)
         place = places.gather(-1, order.clamp(min=0)[..., None])[..., 0]
-        trusted = torch.tensor(TRUSTED, device=keys.device)
-        log_probs = self.log_probs[place].float() + trusted[order][..., None]
+        log_probs = self.log_probs[place].float() + self.trusted[order][..., None]
         log_probs = log_probs.masked_fill((order < 0)[..., None], -torch.inf)
         return self.successors[place].long(), log_probs
 
