@@ -161,7 +161,9 @@ class RecyclingPredictor(Predictor):
             return SuccessorTable(vocab, size, device)
 
         key = type(self), size, str(device), vocab
-        self.table = recall(self.model, key, make) if self.options.keep_table else make()
+        # Where the output depends on drafts, these must not depend on earlier calls.
+        keeps = self.options.keep_table and self.options.acceptance != "typical"
+        self.table = recall(self.model, key, make) if keeps else make()
         none = [vocab] * (ORDERS - 1)
         before = [[*none, *row][1 - ORDERS :] for row in state.tokens]
         self._before = to_device(before, device)
@@ -173,7 +175,8 @@ class RecyclingPredictor(Predictor):
         assert self.table is not None and self._before is not None
         before, found = self._before, Predicted.unpacked(hidden.to(self._before.device))
         order = torch.arange(found.tokens.shape[1], device=before.device)
-        accepted = order[: result.path.shape[1]] < result.counts[:, None]
+        depth = torch.arange(result.path.shape[1], device=before.device)
+        accepted = depth < result.counts[:, None]
         # What was accepted is entered last, the latest at the end; of the rest the likeliest.
         rank = torch.where(found.valid, len(order) - order, -1)
         ahead = torch.where(accepted, MAX_NODES + result.path, 0)
