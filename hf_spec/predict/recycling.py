@@ -9,18 +9,19 @@ section 3.1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_spec.core.device import to_device
+from hf_spec.core.device import is_async, to_device
 from hf_spec.core.memory import recall
 from hf_spec.core.shapes import TreeStates
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.draft.grow import Children, Frontier
+from hf_spec.draft.grow import Children, Frontier, GoesOn
 from hf_spec.draft.options import ADAPTIVE, CHAIN
 from hf_spec.draft.predictor import Holds, Predictor
 from hf_spec.draft.state import DecodeState
@@ -32,11 +33,13 @@ from hf_spec.target.noise import TRUST
 #: Most tokens of a context.
 ORDERS = 3
 #: Log-probability that is added to an entry's, by the length of its context.
-TRUSTED = (-0.5, -0.1, -0.1)
+TRUSTED = (-0.6, -0.35, -0.05)
 #: Ranks of accepted nodes are larger than those of all others.
 MAX_NODES = 1 << 20
 #: Tokens of a text that are entered at once.
 AT_ONCE = 256
+#: Where the host may read, a tree ends at a level whose paths are all less likely.
+UNLIKELY = math.log(0.01)
 #: The mean of Gumbel noise, for all tokens that an entry does not name.
 MEAN_NOISE = 0.5772
 
@@ -190,7 +193,10 @@ class RecyclingPredictor(Predictor):
         super().select(rows)
         self.num_predicted = [self.depth] * len(rows)
 
-    def ready(self, tree: Any, grows: bool) -> bool:
+    def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
+        return depth, None if is_async(state.root.device) else _goes_on
+
+    def ready(self, tree: Tree, grows: bool) -> bool:
         return True
 
     def num_levels(self, state: DecodeState, grows: bool) -> int:
@@ -248,6 +254,11 @@ class Successors:
             found = found.gather(-1, order)
             log_probs = log_probs.masked_fill(log_probs.isnan(), -torch.inf)
         return Children(found, log_probs)
+
+
+def _goes_on(frontier: Frontier) -> bool:
+    """Whether a path down to this level is likely enough to be drafted further."""
+    return bool(frontier.log_probs.max() > UNLIKELY)
 
 
 def largest_prime(most: int) -> int:
