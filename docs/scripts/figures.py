@@ -532,7 +532,8 @@ FIGURES: dict[str, Callable[[], Scheme]] = {
     function.__name__: function
     for function in (
         gain, speed, choose, steps_plain, steps_medusa, architecture, plain, token_recycling,
-        prompt_lookup, layer_skip, bita, space, ppd, medusa, eagle3, propd, mtp, draft_model, dflash, dspark,
+        prompt_lookup, layer_skip, bita, space, ppd, medusa, eagle3, propd, mtp, draft_model,
+        dflash, dspark,
     )
 }  # fmt: skip
 
