@@ -170,7 +170,7 @@ class SpecConfig(GenerationConfig):
 # -- ``assistant_strategy="auto"``: the strategy that fits what a call has -------------------------
 
 #: What works with every model, and needs nothing.
-LOOKUPS = "prompt_lookup"
+UNTRAINED = "token_recycling"
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Choice:
 def choose(model: Any, assistant: Any = None, place: str | None = None) -> Choice:
     """The strategy for a model as it is: with the call's assistant if there is one, else with the
     adapter that the call names, else with the active adapter, else with what the checkpoint brings
-    along, else by prompt lookup.
+    along, else from its own earlier predictions.
 
     Raises:
         ValueError: adapters of several strategies are active, or the named one cannot be used.
@@ -221,7 +221,7 @@ def choose(model: Any, assistant: Any = None, place: str | None = None) -> Choic
             if obstacle is None:
                 return Choice(name, "the model's own checkpoint has layers for it", passed=passed)
             passed[name] = obstacle
-    return Choice(LOOKUPS, "it needs no adapter, and none is active", passed=passed)
+    return Choice(UNTRAINED, "it needs no adapter, and none is active", passed=passed)
 
 
 def resolve_auto(model: Any, config: GenerationConfig, assistant: Any = None) -> None:

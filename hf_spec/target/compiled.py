@@ -217,7 +217,8 @@ class _Step:
         logits, *rest = self._cut(tensors)
         if self.has_hidden and self.after is not None:
             rest[0] = rest[0][:, :0]
-        return [logits[:, :0], *rest]
+        reads_later = self.target.reads.predicted and self.after is None
+        return [logits if reads_later else logits[:, :0], *rest]
 
     def _compared(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """What is checked of these results."""

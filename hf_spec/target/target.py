@@ -26,7 +26,14 @@ from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.skipping import Choose, early_pruning
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.graphs import DraftProgram, Graphs
-from hf_spec.target.hidden_states import NO_STATES, Reads, captured, embedded, gather_hidden
+from hf_spec.target.hidden_states import (
+    NO_STATES,
+    Predicted,
+    Reads,
+    captured,
+    embedded,
+    gather_hidden,
+)
 
 # -- The nodes of a tree that one forward runs over, and where slots stand for their mask ----------
 
@@ -199,6 +206,8 @@ class Output(NamedTuple):
     def read(self, reads: Reads, result: StepResult) -> Tensor | None:
         """What a drafter reads of the forward, given its result; see :meth:`Drafter.advance`."""
         hidden, tree = self.hidden, self.tree
+        if reads.predicted:
+            return Predicted.of(tree.drafted, self.logits).packed()
         if hidden is None or reads.tokens is None:
             return None
         if reads.tokens == "last":

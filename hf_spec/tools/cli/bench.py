@@ -140,7 +140,7 @@ Strategies = Annotated[
         "--strategy",
         help="Comma-separated: names of 'hf-spec strategies', transformers:prompt_lookup, "
         "transformers:assisted; NAME:LABEL for a strategy with options of its own.  [default: "
-        "those of the adapters, draft_model with --assistant, else prompt_lookup]",
+        "those of the adapters, draft_model with --assistant, else token_recycling]",
     ),
 ]
 Assistants = Annotated[list[str] | None, Option(help="Smaller model that drafts; repeatable.")]
@@ -258,7 +258,7 @@ def _lineup(
     from hf_spec.tools.bench.contenders import contenders, parse_names, untrained
 
     default = [one.strategy for one in trained] + ["draft_model"] * bool(assistants)
-    names = parse_names((default or ["prompt_lookup"]) if strategies is None else strategies)
+    names = parse_names((default or ["token_recycling"]) if strategies is None else strategies)
     added = untrained(names, trained) if synthetic is not None else []
     options = opt.parse_kwargs(kwargs, names)
     return contenders(names, options, [*trained, *added], assistants), added

@@ -17,7 +17,7 @@ from hf_spec.tools.loading import NATIVE, check_adapter, chosen_device, load_mod
 # -- ``hf-spec strategies`` ------------------------------------------------------------------------
 
 #: What ``auto`` takes, in its order.
-AUTO_TAKES = "assistant_model, the active adapter, the checkpoint's MTP layers, prompt_lookup"
+AUTO_TAKES = "assistant_model, the active adapter, the checkpoint's MTP layers, token_recycling"
 #: The name and the summary of a method, where its module defines it.
 METHOD = re.compile(r'^METHOD = Method\(\s*name="(.+)",\s*summary="(.+)",$', re.MULTILINE)
 

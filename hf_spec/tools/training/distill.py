@@ -16,7 +16,7 @@ import torch
 
 from hf_spec.adapters.config import fingerprint
 from hf_spec.core.checks import check_same_settings, first_line
-from hf_spec.decoding.call import LOOKUPS, choose
+from hf_spec.decoding.call import UNTRAINED, choose
 from hf_spec.files import read_json, write_atomically, write_json, writing
 from hf_spec.tools.bench.contenders import Contender, contender_of
 from hf_spec.tools.bench.environment import environment_of
@@ -242,7 +242,7 @@ def _row(
 def fitting(model: Any) -> Contender:
     """The strategy that fits a model, as ``auto`` finds it."""
     choice = choose(model)
-    options = {**OPTIONS, **(LOOKUP_OPTIONS if choice.strategy == LOOKUPS else {})}
+    options = {**OPTIONS, **(LOOKUP_OPTIONS if choice.strategy == UNTRAINED else {})}
     return contender_of(choice.strategy, options)
 
 
