@@ -366,8 +366,8 @@ def _write(
     from hf_spec.methods.registry import get_method
     from hf_spec.tools.bench.environment import environment_of, package_version
     from hf_spec.tools.bench.results import write_results
-    from hf_spec.tools.hub.card import RESULTS, SEARCH, write_card
-    from hf_spec.tools.hub.folder import attached, save_adapter
+    from hf_spec.tools.hub.card import write_card
+    from hf_spec.tools.hub.folder import RESULTS, SEARCH, attached, save_adapter
     from hf_spec.tools.search import STRATEGY
 
     environment = environment_of(work.model, model, prompts)

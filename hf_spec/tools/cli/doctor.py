@@ -126,7 +126,7 @@ def _examined(
     from hf_spec.files import read_json
     from hf_spec.methods.registry import get_method
     from hf_spec.tools.bench import diagnosis
-    from hf_spec.tools.hub.card import TRAINING
+    from hf_spec.tools.hub.folder import TRAINING
 
     obstacles, choice = diagnosis.supported(model), choose(model)
     tried: dict[str, str] = {}

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping
 from fnmatch import fnmatch
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -18,15 +17,8 @@ from hf_spec.core.checks import INSTALL, explained, first_line, names_its_files
 from hf_spec.draft.options import ACCEPTANCE_RULES
 from hf_spec.files import read_json, write_atomically
 from hf_spec.methods.registry import Method
-from hf_spec.tools.hub import folder as adapter_folder
-from hf_spec.tools.hub.folder import (
-    CARD,
-    CONFIG,
-    check_complete,
-    is_repository,
-    read_spec_config,
-    write_shim,
-)
+from hf_spec.tools.hub import folder as folders
+from hf_spec.tools.hub.folder import CARD, CONFIG, RESULTS, is_repository, read_spec_config
 
 # -- Renders the card of an adapter folder from its configs and results ----------------------------
 #
@@ -38,7 +30,8 @@ from hf_spec.tools.hub.folder import (
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
 
-RESULTS, SEARCH, TRAINING = "results.json", "search.json", "training.json"
+#: Templates of cards; those of methods are theirs.
+TEMPLATES = files("hf_spec.hub_cards")
 #: Ends a card of ours, with a hash of its text: that of an edited card is another.
 MARK = "<!-- Written by hf_spec, {}. A card that was edited since is kept. -->"
 METADATA = re.compile(r"\A\s*---\n.*?\n---\s*\n", re.DOTALL)
@@ -53,31 +46,43 @@ def render_card(
     """The text of a card, with the adapter's name on the Hub and that of its base model; by default
     the folder's name, and what ``adapter_config.json`` says. ``metadata`` are fields that nothing
     in the folder says, such as ``license`` and ``language``."""
+    from huggingface_hub import ModelCard
+    from jinja2 import TemplateError
+
     method, options = read_spec_config(folder)
     adapter = read_json(folder / CONFIG)
     base_model = base_model or adapter.get("base_model_name_or_path") or "the base model"
     public = is_repository(base_model) and base_model != "the base model"
-    search, training = (read_json(folder / one, optional=True) for one in (SEARCH, TRAINING))
+    search = read_json(folder / folders.SEARCH, optional=True)
+    training = read_json(folder / folders.TRAINING, optional=True)
     repository = repository or folder.resolve().name
     facts: dict[str, Any] = {"adapter": adapter, "options": options}
     section = trained = ""
-    if method.card.is_file():  # the method's own section
-        section = _render(method.card, **facts, search=search or None)
-    if training:
-        best = training.get("best") or {}
-        distances = itertools.takewhile(lambda i: f"eval_top1_{i}" in best, itertools.count(1))
-        source = files("hf_spec.hub_cards") / "training.md"
-        trained = _render(source, training=training, distances=list(distances))
     acceptance, figures = method.parse_options(options).acceptance, _figures(folder, method, search)
-    card = _filled(
-        _metadata(repository, base_model if public else None, method, figures, training, metadata),
-        template_str=(files("hf_spec.hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),
-        install=INSTALL, title=repository.rpartition("/")[2], repository=repository,
-        base_model=base_model, base_is_repository=public, method=method, **facts,
-        lossless=ACCEPTANCE_RULES[acceptance], acceptance=acceptance,
-        figures=figures, section=section, training=trained,
-    )  # fmt: skip
+    data = _metadata(
+        repository, base_model if public else None, method, figures, training, metadata
+    )
+    with explained("what was recorded of the adapter does not fit its card", TemplateError):
+        if method.card.is_file():  # the method's own section
+            section = _render(method.card, **facts, search=search or None)
+        if training:
+            best = training.get("best") or {}
+            distances = itertools.takewhile(lambda i: f"eval_top1_{i}" in best, itertools.count(1))
+            trained = _render(TEMPLATES / "training.md", training=training, distances=[*distances])
+        card = ModelCard.from_template(
+            data, template_str=(TEMPLATES / "adapter_card.md").read_text(encoding="utf-8"),
+            install=INSTALL, title=repository.rpartition("/")[2], repository=repository,
+            base_model=base_model, base_is_repository=public, method=method, **facts,
+            lossless=ACCEPTANCE_RULES[acceptance], acceptance=acceptance,
+            figures=figures, section=section, training=trained,
+        )  # fmt: skip
     return f"{str(card).rstrip()}\n\n{_mark(card.text)}\n"
+
+
+def _render(source: Traversable, **values: Any) -> str:
+    from jinja2 import Template
+
+    return Template(source.read_text(encoding="utf-8")).render(**values).strip()
 
 
 def _metadata(
@@ -179,28 +184,9 @@ def write_card(
     text = render_card(folder, repository, base_model, **metadata)
     if (folder / CARD).is_file():
         text = _completed(text, (folder / CARD).read_text(encoding="utf-8"))
-    write_shim(folder)
+    folders.write_shim(folder)
     write_atomically(folder / CARD, text)
     return folder / CARD
-
-
-#: What is wrong with records where a template asks for more.
-_NOT_THERE = "what was recorded of the adapter does not fit its card"
-
-
-def _filled(data: Any, **values: Any) -> Any:
-    from huggingface_hub import ModelCard
-    from jinja2 import TemplateError
-
-    with explained(_NOT_THERE, TemplateError):
-        return ModelCard.from_template(data, **values)
-
-
-def _render(source: Traversable, **values: Any) -> str:
-    from jinja2 import Template, TemplateError
-
-    with explained(_NOT_THERE, TemplateError):
-        return Template(source.read_text(encoding="utf-8")).render(**values).strip()
 
 
 def _figures(folder: Path, method: Method, search: dict[str, Any]) -> dict[str, Any] | None:
@@ -233,7 +219,7 @@ def _figures(folder: Path, method: Method, search: dict[str, Any]) -> dict[str, 
 # -- Uploads an adapter folder to a repository on the Hub ------------------------------------------
 
 #: Files of an earlier adapter in the repository that would be mistaken for the new one's.
-STALE = (*adapter_folder.MEASURED, *adapter_folder.UNSAFE)
+STALE = (*folders.MEASURED, *folders.UNSAFE)
 
 
 def push(
@@ -249,13 +235,25 @@ def push(
     gets the earlier adapter as a whole. That one's measurements, figures and pickled weights are
     removed. Repository and branch are created if they do not exist.
     """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     # The HTTP library differs between releases of huggingface_hub.
     transport: type[Exception] = HfHubHTTPError.__bases__[0]
-    files = files_to_upload(folder, repository, base_model, **metadata)
+    files, api = files_to_upload(folder, repository, base_model, **metadata), HfApi()
     try:
-        return _upload(files, repository, private, revision)
+        # None leaves the choice to the organization's settings.
+        api.create_repo(repository, private=private or None, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        remote = api.list_repo_files(repository, revision=revision)
+        stale = [name for name in remote if any(fnmatch(name, kind) for kind in STALE)]
+        added = [CommitOperationAdd(name, path) for name, path in sorted(files.items())]
+        deleted = [CommitOperationDelete(name) for name in stale if name not in files]
+        commit = api.create_commit(  # not upload_folder, which may make several commits
+            repository, operations=[*added, *deleted], revision=revision,
+            commit_message="Upload adapter with hf_spec",
+        )  # fmt: skip
     # Failed uploads of single files end in a RuntimeError.
     except (transport, OSError, RuntimeError) as error:
         message = getattr(error, "server_message", None)
@@ -264,31 +262,6 @@ def push(
         if getattr(response, "status_code", None) in (401, 403):
             reason += " (is your token valid, and may it write there? 'hf auth login')"
         raise ValueError(f"cannot upload to {repository!r}: {reason}") from error
-
-
-def _upload(
-    files: Mapping[str, str | bytes], repository: str, private: bool, revision: str | None
-) -> str:
-    """Create the repository and the branch if needed, make one commit, and return its URL."""
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-
-    api = HfApi()
-    # None leaves the choice to the organization's settings.
-    api.create_repo(repository, private=private or None, exist_ok=True)
-    if revision is not None:
-        api.create_branch(repository, branch=revision, exist_ok=True)
-    remote = api.list_repo_files(repository, revision=revision)
-    stale = [name for name in remote if any(fnmatch(name, kind) for kind in STALE)]
-    commit = api.create_commit(
-        repository,
-        # Not upload_folder, which may make several commits.
-        operations=[
-            *(CommitOperationAdd(name, path) for name, path in sorted(files.items())),
-            *(CommitOperationDelete(name) for name in stale if name not in files),
-        ],
-        revision=revision,
-        commit_message="Upload adapter with hf_spec",
-    )
     return str(commit.commit_url)
 
 
@@ -303,10 +276,10 @@ def files_to_upload(
     if repository.count("/") != 1:
         raise ValueError(f"{repository!r} is no repository: give owner/name")
     validate_repo_id(repository)
-    check_complete(folder)
+    folders.check_complete(folder)
     found: dict[str, str | bytes] = {
         path.relative_to(folder).as_posix(): str(path)
-        for pattern in (*adapter_folder.REQUIRED, *adapter_folder.OPTIONAL)
+        for pattern in (*folders.REQUIRED, *folders.OPTIONAL)
         for path in folder.glob(pattern)
     }
     config = read_json(folder / CONFIG)

@@ -21,7 +21,7 @@ from hf_spec.methods.registry import Method, get_method
 CONFIG = "adapter_config.json"
 REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD)
 #: What was measured of the adapter.
-MEASURED = ("search.json", "training.json", "results.json")
+MEASURED = SEARCH, TRAINING, RESULTS = "search.json", "training.json", "results.json"
 #: Files that are uploaded if they exist; the shim is always written anew.
 OPTIONAL = (*MEASURED, "*.png", "LICENSE")
 #: Weights in formats that run code when they are loaded.

@@ -22,8 +22,7 @@ from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.support import check_model
 from hf_spec.target.sequences import KEEPER
 from hf_spec.tools.bench.environment import PACKAGES, device_name, package_version
-from hf_spec.tools.hub.card import TRAINING
-from hf_spec.tools.hub.folder import attached, save_adapter
+from hf_spec.tools.hub.folder import TRAINING, attached, save_adapter
 from hf_spec.tools.training.arguments import (
     SpecArguments,
     config_fields,
