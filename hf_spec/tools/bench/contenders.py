@@ -34,7 +34,6 @@ class Contender:
     Attributes:
         adapters: names of the loaded adapters to activate.
         stock: whether it is a feature of Transformers, which reports no statistics.
-        single_row: whether it works only with batch size 1.
         baseline: name of the contender without a strategy that it is compared with.
         compiled: whether its steps are compiled.
         assistant: name of the model that drafts, which is to join its ``kwargs``.
@@ -44,10 +43,14 @@ class Contender:
     kwargs: dict[str, Any] = field(default_factory=dict)
     adapters: tuple[str, ...] = ()
     stock: bool = False
-    single_row: bool = False
     baseline: str = GENERATE
     compiled: bool = False
     assistant: str | None = None
+
+    @property
+    def single_row(self) -> bool:
+        """Whether it works only with batch size 1, as assistants of Transformers do."""
+        return self.name.startswith(STOCK)
 
     @property
     def lossy(self) -> bool:
@@ -118,12 +121,11 @@ def untrained(names: Iterable[str], adapters: Iterable[Adapter]) -> list[Adapter
     acceptance, which does not depend on them. :func:`add_untrained` puts them on a model. Their
     drafts are chains, as trees by probabilities of random weights are wide and not deep."""
     known = {adapter.strategy for adapter in adapters}
-    missing = [
-        name for name in dict.fromkeys(map(strategy_of, names))
+    return [
+        Adapter("untrained", f"untrained_{name}", name, {"tree": "chain"})
+        for name in dict.fromkeys(map(strategy_of, names))
         if name in methods() and get_method(name).needs_adapter and name not in known
-    ]  # fmt: skip
-    chain = {"tree": "chain"}
-    return [Adapter("untrained", f"untrained_{name}", name, chain) for name in missing]
+    ]
 
 
 def add_untrained(model: Any, adapters: Iterable[Adapter]) -> None:
@@ -179,7 +181,7 @@ def contender_of(
     more = more or {}
     if name.startswith(STOCK):
         default = STOCK_LOOKUP_OPTIONS if name == STOCK_LOOKUP else {}
-        return Contender(name, {**default, **given, **more}, stock=True, single_row=True)
+        return Contender(name, {**default, **given, **more}, stock=True)
     strategy = strategy_of(name)
     hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=given)  # checks options
     options = {"assistant_kwargs": given} if given else {}

@@ -11,15 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_spec.core.checks import explained, first_line
-from hf_spec.tools.data import (
-    LeftOut,
-    Message,
-    Prompt,
-    example,
-    log_left_out,
-    plain_text,
-    read,
-)
+from hf_spec.tools.data import LeftOut, Message, Prompt, example, log_left_out, plain_text, read
 
 #: Prompts for those who bring none: four of each of six tasks, written for this package.
 BUNDLED = Path(__file__).with_name("prompts.jsonl")

@@ -128,28 +128,6 @@ def described(result: BenchResult, by_task: bool = False, phases: bool = True) -
     return "\n".join([*lines, *(f"note: {note}" for note in result.notes)])
 
 
-def plotted(result: BenchResult, axes: Any = None) -> Any:
-    """Bars of speedups over all tasks, with their intervals; see :meth:`BenchResult.plot`."""
-    from matplotlib import pyplot
-
-    rows = [row for row in result.rows if row["task"] == ALL and row["strategy"] != row["baseline"]]
-    axes = pyplot.subplots(layout="constrained")[1] if axes is None else axes
-    sizes = len({row["batch_size"] for row in rows}) > 1
-    for place, row in enumerate(rows):
-        low, high = row["speedup_interval"] or (row["speedup"], row["speedup"])
-        ends = [[max(row["speedup"] - low, 0)], [max(high - row["speedup"], 0)]]
-        axes.barh(place, row["speedup"], xerr=ends, capsize=3, color="C0")
-        axes.text(0, place, f" tau {row['tau']:.2f}", va="center", color="white")
-    names = [
-        f"{row['strategy']}, batch {row['batch_size']}" * sizes or row["strategy"] for row in rows
-    ]
-    axes.set_yticks(range(len(rows)), names)
-    axes.invert_yaxis()
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_xlabel("tokens per second, relative to plain generate")
-    return axes
-
-
 def _table(result: BenchResult, data: list[dict[str, Any]], by_task: bool, intervals: bool) -> str:
     lossy = {item.name for item in result.contenders if item.lossy}
     tasks, sizes = {row["task"] for row in data}, {row["batch_size"] for row in data}
@@ -373,7 +351,23 @@ class BenchResult:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        return plotted(self, axes)
+        from matplotlib import pyplot
+
+        rows = [row for row in self.rows if row["task"] == ALL]
+        rows = [row for row in rows if row["strategy"] != row["baseline"]]
+        axes = pyplot.subplots(layout="constrained")[1] if axes is None else axes
+        sizes = len({row["batch_size"] for row in rows}) > 1
+        for place, row in enumerate(rows):
+            low, high = row["speedup_interval"] or (row["speedup"], row["speedup"])
+            ends = [[max(row["speedup"] - low, 0)], [max(high - row["speedup"], 0)]]
+            axes.barh(place, row["speedup"], xerr=ends, capsize=3, color="C0")
+            axes.text(0, place, f" tau {row['tau']:.2f}", va="center", color="white")
+        names = [row["strategy"] + f", batch {row['batch_size']}" * sizes for row in rows]
+        axes.set_yticks(range(len(rows)), names)
+        axes.invert_yaxis()
+        axes.axvline(1, color="black", linewidth=1)
+        axes.set_xlabel("tokens per second, relative to plain generate")
+        return axes
 
 
 def _figures(group: Sequence[Measurement], base: Sequence[Measurement]) -> dict[str, Any]:

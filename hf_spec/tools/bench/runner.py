@@ -23,7 +23,6 @@ from hf_spec.core.stats import SpecStats, synchronize
 from hf_spec.target.packed_weights import packed_weights
 from hf_spec.tools.bench.contenders import (
     BASELINE,
-    STOCK,
     Contender,
     contender_of,
     needs_assistant,
@@ -333,12 +332,12 @@ def _check(
     """Raise a ValueError if there is nothing to measure, or it cannot be."""
     if not prompts:
         raise ValueError("nothing to measure: no prompts")
-    numbers = {"max_new_tokens": max_new_tokens, **({} if limit is None else {"limit": limit})}
-    for name, value in numbers.items():
-        check_count(name, value)
+    check_count("max_new_tokens", max_new_tokens)
+    if limit is not None:
+        check_count("limit", limit)
     for size in batch_sizes or (0,):
         check_count("batch_size", size)
-    stock = [item.name for item in contenders if item.name.startswith(STOCK)]
+    stock = [item.name for item in contenders if item.single_row]
     if synthetic and stock:
         raise ValueError(f"{stock[0]} accepts by itself, not by {OPTION}: leave it out")
 
