@@ -39,13 +39,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds and forward passes of a batch, and its rows of the answers.
 Answered = tuple[float, int, list[dict[str, Any]]]
-#: Options of all strategies unless ``--strategy-kwargs`` sets them. Leaving out drafts that do not
-#: pay depends on step times, and would make sampled numbers and ties depend on them, too.
-OPTIONS = {"drafting": "always"}
 #: Settings that are arguments of ``generate``; None is the model's own number.
 ARGUMENTS = ("do_sample", "max_new_tokens", "temperature", "top_k", "top_p")
-#: Options of prompt lookup: in a batch, a few draft tokens per sequence fill a step.
-LOOKUP_OPTIONS = {"num_draft_tokens": 4}
 
 
 class AnswerFolder:
@@ -164,7 +159,8 @@ def distill(
     state.wait_for_everyone()  # no process writes before all have looked
     everything = batches([len(ids) for ids in token_ids], settings["batch_size"])
     if contender is None:
-        contender = fitting(model)
+        strategy = choose(model).strategy  # which fits the model, as auto finds it
+        contender = contender_of(strategy, default_options(strategy))
     facts["chosen"] = contender.kwargs
     given = {name: settings[name] for name in ARGUMENTS if settings[name] is not None}
     with Session.open(model, tokenizer, given, [contender]) as session:
@@ -239,11 +235,12 @@ def _row(
     }  # fmt: skip
 
 
-def fitting(model: Any) -> Contender:
-    """The strategy that fits a model, as ``auto`` finds it."""
-    choice = choose(model)
-    options = {**OPTIONS, **(LOOKUP_OPTIONS if choice.strategy == LOOKUPS else {})}
-    return contender_of(choice.strategy, options)
+def default_options(strategy: Any) -> dict[str, Any]:
+    """Options of a strategy unless ``--strategy-kwargs`` sets them."""
+    # Leaving out drafts that do not pay depends on step times, and would make sampled numbers and
+    # ties depend on them, too. In a batch, a few lookups per sequence fill a step.
+    lookups = {"num_draft_tokens": 4} if strategy == LOOKUPS else {}
+    return {"drafting": "always", **lookups}
 
 
 def _facts(model: Any, tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
