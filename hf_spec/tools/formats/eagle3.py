@@ -211,7 +211,5 @@ def wants(name: str) -> bool:
 
 
 share = partial(tables.without_copy, name=EMBEDDINGS, own_embeddings=False)
-READERS = {
-    "eagle3": Reader(wants, convert, recognizes, share),
-}
+READERS = {"eagle3": Reader(wants, convert, recognizes, share)}
 WRITERS = {"speculators": speculators, "sglang": sglang}

@@ -21,8 +21,6 @@ from hf_spec.predict.markov import HEAD
 
 #: Fields of an adapter's config or of another program's, and tensors by name.
 Files = tuple[dict[str, Any], dict[str, Tensor]]
-#: Fields of adapters of the papers' own kind: without a Markov head, for all tokens.
-AS_IN_PAPERS = {"markov_rank": 0, "draft_vocab_size": 0}
 #: See :attr:`Reader.share`.
 Share = Callable[[Any, Any, dict[str, Tensor]], tuple[Any, dict[str, Tensor]]]
 

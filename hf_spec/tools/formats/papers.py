@@ -1,4 +1,5 @@
-"""Released heads of Medusa, alone or among the tensors of a model that was trained with them.
+"""Released heads of Medusa, alone or among the tensors of a model that was trained with them; and
+prompt tokens of PPD, in the format of PEFT's prompt tuning.
 
 Medusa's training script builds the blocks of a head from one module, so its files contain as many
 equal copies, which are read as separate blocks. A head's own projection is missing if it is shared
@@ -16,7 +17,12 @@ from torch import Tensor
 
 from hf_spec.core.checks import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.predict.heads import BIASES, PROJECTION, WEIGHTS
-from hf_spec.tools.formats.tables import AS_IN_PAPERS, Files, Reader
+from hf_spec.tools.formats.tables import Files, Reader
+
+#: Fields of both: without a Markov head, for all tokens.
+AS_IN_PAPERS = {"markov_rank": 0, "draft_vocab_size": 0}
+#: PPD's tensor.
+EMBEDDINGS = "prompt_embeddings"
 
 #: Names of tensors of head k, from 0, and its block j, for patterns below; of L blocks, ``k.L`` is
 #: the projection. They may be behind ``medusa_head.``, ``medusa_heads.`` or ``medusa.``.
@@ -129,4 +135,15 @@ def wants(name: str) -> bool:
     return _parse(name) is not None
 
 
-READERS = {"medusa": Reader(wants, convert, lambda _, names: any(map(wants, names)))}
+def convert_prompts(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
+    """Fields of ``PPDConfig`` and the adapter's parameters; a ValueError if there are none."""
+    found = tensors.get(EMBEDDINGS)
+    if found is None or found.ndim != 2:
+        raise ValueError(f"it has no tensor {EMBEDDINGS!r} (prompt tokens, hidden)")
+    return {"num_prompt_tokens": len(found), **AS_IN_PAPERS}, {"prompts": found}
+
+
+READERS = {
+    "medusa": Reader(wants, convert, lambda _, names: any(map(wants, names))),
+    "ppd": Reader(EMBEDDINGS.__eq__, convert_prompts, lambda _, names: EMBEDDINGS in names),
+}
