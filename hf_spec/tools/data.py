@@ -1,4 +1,22 @@
-"""Prompts and answers in files, and progress while they are read."""
+"""Prompts and answers in files as people have them, which all commands read with this module; and
+the progress bar of whatever takes more than a few seconds.
+
+A file holds JSON lines or a JSON array of objects in UTF-8, or it is a parquet file. What it holds
+is seen from its content, not its name. A name such as ``org/name``, ``org/name:split`` or
+``org/name:split:column`` that is no file is a dataset of the Hub, ``org/name/config`` one of
+several configurations; a folder, which may have ``:split:column``, too, is a dataset on disk. A row
+is one of:
+
+- a chat: ``messages`` (OpenAI, TRL), or ``conversations`` (ShareGPT). Its last message is the
+  answer if it is the assistant's; what comes before is the prompt.
+- a text: ``turns`` (Spec-Bench; the first is taken), ``prompt`` or ``question``; or ``instruction``
+  with ``input`` or ``context`` (Alpaca, Dolly). `ANSWER_FIELDS` may hold the answer. ``prompt`` and
+  ``completion`` may be lists of messages (TRL).
+
+The first of `PROMPT_FIELDS` that a row has is taken. A field that is null counts as missing.
+Messages that call tools, and those of tools, go to the chat template as they are. Rows that it
+refuses, or in which a tool speaks last, are left out and counted.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +33,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hf_spec.core.checks import explained, first_line, install_extra, nearest
-
-# -- The progress bar of whatever takes more than a few seconds ------------------------------------
 
 
 @contextmanager
@@ -45,25 +61,6 @@ def progress_bar(title: str, shown: bool = True) -> Iterator[Callable[..., None]
 
         yield update
 
-
-# --------------------------------------------------------------------------------------------------
-# Reads files of prompts and answers as people have them; all commands read with this module.
-#
-# A file holds JSON lines or a JSON array of objects in UTF-8, or it is a parquet file. What it
-# holds is seen from its content, not its name. A name such as `org/name`, `org/name:split` or
-# `org/name:split:column` that is no file is a dataset of the Hub, `org/name/config` one of several
-# configurations; a folder, which may have `:split:column`, too, is a dataset on disk. A row is one
-# of:
-#
-# - a chat: ``messages`` (OpenAI, TRL), or ``conversations`` (ShareGPT). Its last message is the
-# answer if it is the assistant's; what comes before is the prompt. - a text: ``turns`` (Spec-Bench;
-# the first is taken), ``prompt`` or ``question``; or ``instruction``   with ``input`` or
-# ``context`` (Alpaca, Dolly). `ANSWER_FIELDS` may hold the answer. ``prompt``   and ``completion``
-# may be lists of messages (TRL).
-#
-# The first of `PROMPT_FIELDS` that a row has is taken. A field that is null counts as missing.
-# Messages that call tools, and those of tools, go to the chat template as they are. Rows that it
-# refuses, or in which a tool speaks last, are left out and counted.
 
 DEFAULT_CATEGORY = "default"
 #: Name of all categories together.

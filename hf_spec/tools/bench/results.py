@@ -22,8 +22,7 @@ from hf_spec.tools.bench.contenders import BASELINE, Contender
 from hf_spec.tools.bench.prompts import Prompt
 from hf_spec.tools.data import ALL
 
-# --------------------------------------------------------------------------------------------------
-# Compares greedy outputs and tells ties from real differences. Knows no strategies, no times.
+# -- Compares greedy outputs and tells ties from real differences ----------------------------------
 
 #: Two logits count as tied when they differ by at most this many units in the last place of the
 #: run's dtype, at the larger one's magnitude. One forward over n tokens and n forwards over one
@@ -89,9 +88,7 @@ def next_token_logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-# --------------------------------------------------------------------------------------------------
-# Shows results as a table and as a figure, and writes ``results.json``. Measures nothing and
-# loads no model.
+# -- Shows results as a table, and writes ``results.json`` -----------------------------------------
 
 
 def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:

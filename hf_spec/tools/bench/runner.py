@@ -34,8 +34,6 @@ from hf_spec.tools.bench.results import Agreement, BenchResult, Measurement, cla
 from hf_spec.tools.bench.synthetic import OPTION, SyntheticRates
 from hf_spec.tools.data import Prompt, Row, example, progress_bar
 
-# -- Timed calls of contenders on one model; knows nothing of files, tables or the terminal --------
-
 T = TypeVar("T")
 #: New tokens of a warm-up call: several steps of every strategy.
 WARMUP_TOKENS = 16
@@ -244,13 +242,6 @@ def _until_eos(row: Sequence[int], eos: set[int]) -> list[int]:
     return list(row[: end + 1])
 
 
-# -- Measures strategies against plain ``generate``; knows no files, tables or terminals -----------
-#
-# All contenders generate each batch of prompts one after the other, in an order that rotates from
-# batch to batch, so that changes in the machine's speed affect all alike. Comparing outputs is not
-# timed.
-
-
 def run(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], contenders: Sequence[Contender], *,
     batch_sizes: Sequence[int] = (1,), max_new_tokens: int = 128, limit: int | None = None,
@@ -260,8 +251,10 @@ def run(
 ) -> BenchResult:  # fmt: skip
     """Generate with plain decoding and every contender, and compare.
 
-    Each contender first makes a short call that is not measured. On ``KeyboardInterrupt``, the
-    batches that all contenders have finished are returned, and ``interrupted`` is set.
+    All generate each batch of prompts one after the other, in an order that rotates from batch to
+    batch, so that changes in the machine's speed affect all alike. Each contender first makes a
+    short call that is not measured. On ``KeyboardInterrupt``, the batches that all contenders have
+    finished are returned, and ``interrupted`` is set.
 
     Args:
         limit: most prompts that are measured, see :func:`hf_spec.tools.bench.prompts.spread`.

@@ -1,4 +1,20 @@
-"""Checkpoints of block drafters: DFlash, DSpark and others, read and written."""
+"""Checkpoints of block drafters, read and written: DFlash (also 2), JetSpec, DSpark, Domino, DSpine
+and xPress.
+
+Formats name most tensors as :class:`BlockAdapter` does; by their ``config.json`` they are:
+
+* speculators': ``speculators_model_type``, with the layers described by a part of it.
+* z-lab's and SpecForge's, which SGLang reads: the config of Qwen3 layers with ``dflash_config``.
+  ``target_layer_ids`` number layers by their *outputs*, one less; without them, they are evenly
+  spaced.
+* DeepSpec's: the same fields without ``dflash_config``, beside ``num_anchors``; -1 is the
+  embeddings, of which it has a frozen copy. Layers may be those of Gemma 4.
+* Transformers' ``muse_glimmer_assistant``: likewise; two tensors have other names, and slots of
+  layers with a window see those behind them.
+
+A field that is not known is an error; in flat configs, which hold fields of models, one that is
+on.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +33,6 @@ from hf_spec.predict.block_heads import CONFIDENCE
 from hf_spec.predict.markov import HEAD, DraftVocabulary
 from hf_spec.tools.formats import tables
 from hf_spec.tools.formats.tables import ANY, KIND, LAYERS, OF_DEEPSPEC, Files, Reader
-
-# -- Kinds of released block drafters, and their fields in the formats of :mod:`.blocks` -----------
 
 #: Types of layers that formats have; the first one where a config names another.
 TYPES = ("qwen3", "gemma4_text")
@@ -123,7 +137,7 @@ OF_SPECULATORS = dict.fromkeys(
 )  # fmt: skip
 
 
-# -- Block drafters as speculators and SpecForge write them; see :mod:`.blocks` --------------------
+# -- Writing ---------------------------------------------------------------------------------------
 
 
 def _kind_to_write(config: Any) -> str:
@@ -278,21 +292,7 @@ def _dtype(tensors: Mapping[str, Tensor]) -> str:
     return str(tensors["fc.weight"].dtype).removeprefix("torch.")
 
 
-# -- Released block drafters: DFlash, DFlash 2, JetSpec, DSpark, Domino, DSpine and xPress ---------
-#
-# Formats name most tensors as :class:`BlockAdapter` does; by their ``config.json`` they are:
-#
-# * speculators': ``speculators_model_type``, with the layers described by a part of it.
-# * z-lab's and SpecForge's, which SGLang reads: the config of Qwen3 layers with ``dflash_config``.
-#   ``target_layer_ids`` number layers by their *outputs*, one less; without them, they are evenly
-#   spaced.
-# * DeepSpec's: the same fields without ``dflash_config``, beside ``num_anchors``; -1 is the
-#   embeddings, of which it has a frozen copy. Layers may be those of Gemma 4.
-# * Transformers' ``muse_glimmer_assistant``: likewise; two tensors have other names, and slots of
-#   layers with a window see those behind them.
-#
-# A field that is not known is an error; in flat configs, which hold fields of models, one that is
-# on.
+# -- Reading ---------------------------------------------------------------------------------------
 
 
 def kind_of(config: Mapping[str, Any], names: Collection[str]) -> str | None:

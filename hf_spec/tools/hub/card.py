@@ -1,4 +1,9 @@
-"""Model cards, and adapters pushed to the Hub."""
+"""Model cards, rendered from an adapter folder's configs and results; and uploads to the Hub.
+
+The template is ``hub_cards/adapter_card.md``. Each method adds a section, ``Method.card``, with the
+variables ``adapter`` (the adapter's config), ``options`` and ``search`` (``search.json``, or None).
+``hub_cards/training.md`` adds a section for trained adapters. The card depends on the folder alone.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +25,6 @@ from hf_spec.methods.registry import Method
 from hf_spec.tools.hub import folder as folders
 from hf_spec.tools.hub.folder import CARD, CONFIG, RESULTS, is_repository, read_spec_config
 
-# -- Renders the card of an adapter folder from its configs and results ----------------------------
-#
-# The template is ``hub_cards/adapter_card.md``. Each method adds a section, ``Method.card``, with
-# the variables ``adapter`` (the adapter's config), ``options`` and ``search`` (``search.json``, or
-# None). ``hub_cards/training.md`` adds a section for trained adapters. The card depends on the
-# folder alone.
-
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -35,6 +33,8 @@ TEMPLATES = files("hf_spec.hub_cards")
 #: Ends a card of ours, with a hash of its text: that of an edited card is another.
 MARK = "<!-- Written by hf_spec, {}. A card that was edited since is kept. -->"
 METADATA = re.compile(r"\A\s*---\n.*?\n---\s*\n", re.DOTALL)
+#: Files of an earlier adapter in a repository that would be mistaken for a new one's.
+STALE = (*folders.MEASURED, *folders.UNSAFE)
 #: What PEFT appends to each card when it saves an adapter.
 PEFT_VERSION = re.compile(r"(### Framework versions\s+)?^- PEFT \S+$", re.MULTILINE)
 
@@ -214,12 +214,6 @@ def _figures(folder: Path, method: Method, search: dict[str, Any]) -> dict[str, 
             f"{str(folder / RESULTS)!r} is not what hf-spec bench writes for {method.name!r}: "
             f"{error!r}"
         ) from error
-
-
-# -- Uploads an adapter folder to a repository on the Hub ------------------------------------------
-
-#: Files of an earlier adapter in the repository that would be mistaken for the new one's.
-STALE = (*folders.MEASURED, *folders.UNSAFE)
 
 
 def push(

@@ -1,4 +1,4 @@
-"""Answers as training data."""
+"""Answers as training data: those of ``hf-spec distill``, and files of the user's own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,16 @@ from hf_spec.tools.data import (
     read,
 )
 
-# -- Turns answers into training batches: sequences, labels, and random anchors in the answers -----
+if TYPE_CHECKING:
+    import datasets
+
+logger = logging.getLogger(__name__)
+
+#: A folder of ``hf-spec distill``: a JSON line per answer, and how they are made.
+ANSWERS, PROVENANCE = "answers.jsonl", "provenance.json"
+#: How names of data files in a folder end. ``.json`` files count where there are no others, as a
+#: data set may have some that describe it.
+SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
 class AnswerDataset(Dataset[dict[str, Tensor]]):
@@ -143,22 +152,6 @@ def collate(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     batch["attention_mask"] = (places <= last).long()
     batch["anchors"] = torch.where(anchors < 0, last, anchors)
     return batch
-
-
-# -- Reads prompts with answers: those of ``hf-spec distill``, and files of the user's own ---------
-#
-# :mod:`hf_spec.tools.data` says what files may hold. This module knows tokenizers, but no models.
-
-if TYPE_CHECKING:
-    import datasets
-
-logger = logging.getLogger(__name__)
-
-#: A folder of ``hf-spec distill``: a JSON line per answer, and how they are made.
-ANSWERS, PROVENANCE = "answers.jsonl", "provenance.json"
-#: How names of data files in a folder end. ``.json`` files count where there are no others, as a
-#: data set may have some that describe it.
-SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
 def read_answers(folder: str | Path, tokenizer: Any = None) -> datasets.Dataset:
@@ -305,9 +298,6 @@ def _ids(name: str, value: Any) -> list[int]:
     if not isinstance(value, list) or not value or any(type(token) is not int for token in value):
         raise ValueError(f"{name!r} must be a list of token ids that is not empty")
     return value
-
-
-# -- The draft vocabulary of an adapter that is about to be trained --------------------------------
 
 
 def set_vocabulary(model: nn.Module, answers: Iterable[Sequence[int]]) -> None:

@@ -1,4 +1,8 @@
-"""Answers of the model itself, also to prompts of its own."""
+"""Generates training data: a model's own answers to prompts, which it may write itself.
+
+The prompts are divided into batches of similar length. The answers of a batch depend only on the
+settings and its number, not on interruptions or the number of processes.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +29,6 @@ from hf_spec.tools.bench.runner import Session
 from hf_spec.tools.data import Prompt, label, progress_bar, read, sha256
 from hf_spec.tools.loading import chosen_device
 from hf_spec.tools.training.dataset import ANSWERS, PROVENANCE
-
-# -- Generates training data: a model's own answers to prompts -------------------------------------
-#
-# The prompts are divided into batches of similar length. The answers of a batch depend only on the
-# settings and its number, not on interruptions or the number of processes. This module knows no
-# command line.
 
 if TYPE_CHECKING:
     from accelerate import PartialState

@@ -1,4 +1,4 @@
-"""Trains an adapter."""
+"""Trains an adapter on a base model's own answers: data, Trainer, adapter folder."""
 
 import hashlib
 import logging
@@ -32,21 +32,19 @@ from hf_spec.tools.training.arguments import (
 )
 from hf_spec.tools.training.dataset import AnswerDataset, NewAnchors, collate, set_vocabulary, split
 from hf_spec.tools.training.evaluation import EvalDecoding
-from hf_spec.tools.training.trainer import gathered, save_model
+from hf_spec.tools.training.trainer import SpecTrainer, gathered, save_model
 
-# --------------------------------------------------------------------------------------------------
-# Hidden states of a frozen base model, kept on disk, so that each sequence runs through it once.
-#
-# Drafters that read the base's states only (heads, decoders) see the same states in every epoch.
-# They are written where a training's checkpoints are, and removed with its end. A training that is
-# resumed reads those of its first part.
+logger = logging.getLogger(__name__)
 
 #: How names of files end.
 SUFFIX = ".safetensors"
 
 
 class KeptStates:
-    """States of sequences, each in a file that is named after its tokens and the kind of states.
+    """Hidden states of a frozen base model on disk, so that each sequence runs through it once.
+    Those of a sequence are in a file that is named after its tokens and the kind of states.
+
+    Drafters that read the base's states only (heads, decoders) see the same states in every epoch.
 
     Args:
         num_bytes: most bytes of all files; sequences that find no room are computed each time.
@@ -107,7 +105,8 @@ class KeptStates:
 @contextmanager
 def kept_states(trainer: Any, folder: Path, base: str) -> Iterator[None]:
     """Keep states in the block, a training, if they recur; afterwards they are removed, unless it
-    ends with an error. The folder is that of checkpoints; ``base`` as in :class:`KeptStates`."""
+    ends with an error: one that is resumed reads those of its first part. The folder is that of
+    checkpoints; ``base`` as in :class:`KeptStates`."""
     args = trainer.args
     # Where layers are sharded, all processes run the base together.
     if args.num_train_epochs <= 1 or not args.kept_states or trainer.trains_base or trainer.sharded:
@@ -124,11 +123,6 @@ def kept_states(trainer: Any, folder: Path, base: str) -> Iterator[None]:
     trainer.accelerator.wait_for_everyone()
     for one in folder.glob("states-*"):  # before it was resumed there may have been more processes
         shutil.rmtree(one, ignore_errors=True)
-
-
-# -- Trains an adapter on a base model's own answers: data, Trainer, adapter folder ----------------
-
-logger = logging.getLogger(__name__)
 
 
 def check_lengths(rows: Any, max_length: int) -> None:
@@ -225,8 +219,6 @@ def _trainer(
     held_out: Any,
 ) -> Any:  # fmt: skip
     """The Trainer of an adapter, which evaluates on rows that are held out."""
-    from hf_spec.tools.training.trainer import SpecTrainer
-
     anchors = args.num_anchors or method.num_anchors
     seed = args.seed if args.data_seed is None else args.data_seed
     data = {"num_anchors": anchors, "max_length": args.max_length, "seed": seed}

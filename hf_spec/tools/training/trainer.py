@@ -178,7 +178,7 @@ class WithMuon(Optimizer):
         return loss
 
 
-# -- A Transformers ``Trainer`` whose evaluation also decodes with the adapter ---------------------
+# -- The trainer -----------------------------------------------------------------------------------
 
 #: Steps of a schedule that follows the time.
 FINE = 10_000
