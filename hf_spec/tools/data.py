@@ -233,21 +233,28 @@ def load_named(named: Named) -> Any:
     if not named.on_hub:
         what = f"cannot read the folder {named.place!r} as a dataset"
     kinds = OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError
+    with quiet(), explained(what, *kinds):
+        if any(Path(named.place, name).is_file() for name in SAVED):
+            found = datasets.load_from_disk(named.place)
+        else:
+            found = datasets.load_dataset(repository, config)
+    return _column_of(named, _split_of(named, found))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block ``datasets`` logs nothing, and the Hub errors only: what is raised says
+    enough, and the Hub's retries would bury it."""
+    import datasets
     from huggingface_hub.utils import logging as hub_logging
 
     verbosity = datasets.logging.get_verbosity()
-    # The error says enough, and the Hub's retries would bury it.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     hub_logging.set_verbosity_error()
     try:
-        with explained(what, *kinds):
-            if any(Path(named.place, name).is_file() for name in SAVED):
-                found = datasets.load_from_disk(named.place)
-            else:
-                found = datasets.load_dataset(repository, config)
+        yield
     finally:
         datasets.logging.set_verbosity(verbosity)
-    return _column_of(named, _split_of(named, found))
 
 
 def _split_of(named: Named, found: Any) -> Any:

@@ -98,18 +98,16 @@ def _explained(path: str) -> Iterator[None]:
     from transformers.utils.logging import disable_progress_bar
 
     check_model(path)
-    folder = Path(path)
-    if folder.is_dir() and not any((folder / name).is_file() for name in CONFIGS):
-        raise ValueError(f"cannot load model {path!r}: the folder has no {CONFIGS[0]}")
-    if (folder / CONFIGS[1]).is_file() and not any(folder.glob("tokenizer*")):
-        raise ValueError(
-            f"cannot load model {path!r}: it is an adapter without a tokenizer; give its base model"
-        )
     disable_progress_bar()
     # Its retries would bury the one line that says what is wrong.
     hub_logging.set_verbosity_error()
+    folder = Path(path)
     kinds = OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError
     with explained(f"cannot load model {path!r}", *kinds):
+        if folder.is_dir() and not any((folder / name).is_file() for name in CONFIGS):
+            raise ValueError(f"the folder has no {CONFIGS[0]}")
+        if (folder / CONFIGS[1]).is_file() and not any(folder.glob("tokenizer*")):
+            raise ValueError("it is an adapter without a tokenizer; give its base model")
         yield
 
 
@@ -150,14 +148,14 @@ def check_adapter(place: str, folder: bool = False) -> None:
     """Raise a ValueError if a place is a folder without an adapter, or one that is not there; with
     ``folder``, a name of a repository is none. Loads no library."""
     path = Path(place)
-    if not path.is_dir():
-        if folder or is_path(place):
-            raise ValueError(f"cannot read adapter {place!r}: there is no such folder")
+    if not (path.is_dir() or folder or is_path(place)):
         return  # a repository on the Hub
-    if not (path / CONFIGS[1]).is_file():
-        model = "; it is a model's: give an adapter's" if (path / CONFIGS[0]).is_file() else ""
-        raise ValueError(f"cannot read adapter {place!r}: the folder has no {CONFIGS[1]}{model}")
     with explained(f"cannot read adapter {place!r}", OSError, ValueError):
+        if not path.is_dir():
+            raise ValueError("there is no such folder")
+        if not (path / CONFIGS[1]).is_file():
+            model = "; it is a model's: give an adapter's" if (path / CONFIGS[0]).is_file() else ""
+            raise ValueError(f"the folder has no {CONFIGS[1]}{model}")
         if not isinstance(read_json(path / CONFIGS[1]).get("peft_type"), str):
             raise ValueError(f"its {CONFIGS[1]} names no peft_type")
 

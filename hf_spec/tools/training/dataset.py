@@ -32,6 +32,7 @@ from hf_spec.tools.data import (
     dataset_named,
     example,
     load_named,
+    quiet,
     read,
 )
 
@@ -185,16 +186,13 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> datasets.Dataset:
         raise ValueError(f"{str(folder)!r} is empty: its files hold no rows")
     # A tuple: datasets takes lists for parts of the data, which it shares among processes.
     stats = tuple((path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
-    verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the errors below say enough
     try:
-        data = datasets.Dataset.from_generator(_rows, gen_kwargs={**sources, "stats": stats})
+        with quiet():
+            data = datasets.Dataset.from_generator(_rows, gen_kwargs={**sources, "stats": stats})
     except datasets.exceptions.DatasetGenerationError as error:
         if isinstance(error.__cause__, ValueError):
             raise error.__cause__ from None  # it names the place
         raise
-    finally:
-        datasets.logging.set_verbosity(verbosity)
     if not provenance:
         return data
     if len(data) != provenance["rows"]:
