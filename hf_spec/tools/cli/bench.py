@@ -266,20 +266,15 @@ def _lineup(
 
 def _with_assistants(lineup: list[Any], model: Any, tokenizer: Any) -> list[Any]:
     """The contenders, with their assistants loaded."""
-    names = dict.fromkeys(one.assistant for one in lineup if one.assistant is not None)
-    loaded: dict[Any, Any] = {name: _assistant(name, model, tokenizer) for name in names}
-    return [replace(one, kwargs={**one.kwargs, **loaded.get(one.assistant, {})}) for one in lineup]
-
-
-def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Keyword arguments for ``generate`` with an assistant model."""
     dtype, device = str(model.dtype).removeprefix("torch."), str(model.device)
-    # If the model is packed, it is where it drafts.
-    assistant, assistant_tokenizer = load_model(path, dtype, device, pack=False)
-    keywords = {"assistant_model": assistant}
-    if assistant_tokenizer.get_vocab() != tokenizer.get_vocab():
-        keywords |= {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
-    return keywords
+    keywords: dict[str | None, dict[str, Any]] = {None: {}}
+    for path in dict.fromkeys(one.assistant for one in lineup if one.assistant is not None):
+        # If the model is packed, it is where it drafts.
+        assistant, own = load_model(path, dtype, device, pack=False)
+        keywords[path] = {"assistant_model": assistant}
+        if own.get_vocab() != tokenizer.get_vocab():
+            keywords[path] |= {"tokenizer": tokenizer, "assistant_tokenizer": own}
+    return [replace(one, kwargs={**one.kwargs, **keywords[one.assistant]}) for one in lineup]
 
 
 # -- ``hf-spec search`` ----------------------------------------------------------------------------

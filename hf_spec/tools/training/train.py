@@ -254,14 +254,13 @@ def _record(
     evaluations = [entry for entry in history if "eval_tau" in entry]
     saved = [entry for entry in evaluations if entry["step"] == trainer.state.best_global_step]
     args = trainer.args
-    batch_size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
     return {
         "method": method.name,
         "base_model": config.base_model_name_or_path,
         "config": {name: getattr(config, name) for name in config_fields(method)},
         "options": options,
         "settings": {
-            "steps": trainer.state.global_step, "batch_size": batch_size,
+            "steps": trainer.state.global_step, "batch_size": trainer.examples_per_step,
             "learning_rate": args.learning_rate, "schedule": args.lr_scheduler_type.value,
             "num_anchors": args.num_anchors or method.num_anchors,
             "max_length": args.max_length, "seed": args.seed,

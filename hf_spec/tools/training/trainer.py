@@ -285,11 +285,15 @@ class SpecTrainer(Trainer):
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        args = self.args
-        if args.train_sampling_strategy != "group_by_length":
+        if self.args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)
-        batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return SimilarLengths(batch_size, self.train_dataset)
+        return SimilarLengths(self.examples_per_step, self.train_dataset)
+
+    @property
+    def examples_per_step(self) -> int:
+        """Those of all processes."""
+        args = self.args
+        return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create the Trainer's schedule, or the same over time."""
