@@ -18,8 +18,6 @@ Messages that call tools, and those of tools, go to the chat template as they ar
 refuses, or in which a tool speaks last, are left out and counted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

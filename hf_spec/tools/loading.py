@@ -1,7 +1,5 @@
 """Loads a model by its name, in a dtype that its device computes fast in, and adapters into it."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterable, Iterator

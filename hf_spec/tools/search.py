@@ -7,8 +7,6 @@ its value to luck and to the prompts that it was chosen on, so the best few are 
 prompts, in turns with plain decoding.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

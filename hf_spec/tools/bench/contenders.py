@@ -1,7 +1,5 @@
 """The contenders of a benchmark: strategies, stock ones, adapters. Measures nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What works on a model, why drafts are accepted as often as they are, and what to try."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping, Sequence

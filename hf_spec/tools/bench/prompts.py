@@ -3,8 +3,6 @@
 :mod:`hf_spec.tools.data` says what files may hold.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shared by the commands: options, checks, results."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import importlib.util

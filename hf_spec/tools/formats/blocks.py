@@ -16,8 +16,6 @@ A field that is not known is an error; in flat configs, which hold fields of mod
 on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ SpecForge and ModelOpt, as SGLang (0.5.23) reads it; and DeepSpec's, the base's 
 ``target_layer_ids``, whose layers may be those of Gemma 4.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from functools import partial

@@ -5,8 +5,6 @@ the model's own, its embeddings, is not read. The table of names is ``SPECULATOR
 :mod:`hf_spec.modeling_patches.mtp`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

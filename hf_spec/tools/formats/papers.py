@@ -6,8 +6,6 @@ equal copies, which are read as separate blocks. A head's own projection is miss
 (``"version": "2"``), or there is one copy of the base's (vLLM).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

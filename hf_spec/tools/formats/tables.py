@@ -1,7 +1,5 @@
 """What formats are made of: tables of names and fields, layers, and draft vocabularies."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace

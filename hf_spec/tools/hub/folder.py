@@ -1,7 +1,5 @@
 """Writes adapter folders, and checks that they are complete. Every file is written atomically."""
 
-from __future__ import annotations
-
 import filecmp
 import os
 import tempfile

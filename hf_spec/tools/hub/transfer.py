@@ -3,8 +3,6 @@
 This module reads and writes files; methods know what the tensors mean (``Method.formats``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields as fields_of
