@@ -73,14 +73,8 @@ def load_model(
 
 
 def model_without_weights(path: str) -> Any:
-    """A causal language model on the meta device, by its config alone, in the checkpoint's dtype.
-
-    Args:
-        path: a folder, or a repository on the Hub.
-
-    Raises:
-        ValueError: there is no such model.
-    """
+    """A causal language model on the meta device, by its config alone, in the checkpoint's dtype; a
+    ValueError if there is no such folder or repository on the Hub."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -186,11 +180,7 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
 
 def load_adapters(model: Any, adapters: Iterable[Adapter]) -> None:
     """Load adapters into ``model`` under their names, and activate all of them, beside a LoRA that
-    ``model`` was loaded with.
-
-    Raises:
-        ValueError: an adapter cannot be loaded.
-    """
+    ``model`` was loaded with; a ValueError names one that cannot be loaded."""
     from hf_spec.adapters.loading import fine_tunes
 
     names, kept = [], fine_tunes(model)

@@ -153,7 +153,11 @@ def contenders(
         given, method = options.get(name, {}), methods().get(strategy_of(name))
         given = dict(given) if method is None else method.today(given)
         if needs_assistant(name):
-            result += _with_assistants(name, given, assistants)
+            if not assistants:
+                raise ValueError(f"{name!r} needs another model that drafts: give --assistant")
+            alone = contender_of(name, given)
+            labels = {path: _label(name, path, assistants) for path in assistants}
+            result += [replace(alone, name=labels[path], assistant=path) for path in assistants]
         else:
             result += _with_adapters(name, given, adapters)
     used = {name for item in result if not item.stock for name in item.adapters}
@@ -184,18 +188,6 @@ def contender_of(
     hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=given)  # checks options
     options = {"assistant_kwargs": given} if given else {}
     return Contender(name, {"assistant_strategy": strategy, **options, **more})
-
-
-def _with_assistants(
-    name: str, given: dict[str, Any], assistants: Sequence[str]
-) -> list[Contender]:
-    """A strategy once with each assistant."""
-    if not assistants:
-        raise ValueError(f"{name!r} needs another model that drafts: give --assistant")
-    alone = contender_of(name, given)
-    return [
-        replace(alone, name=_label(name, path, assistants), assistant=path) for path in assistants
-    ]
 
 
 def _with_adapters(

@@ -1,7 +1,5 @@
 """Runs benchmarks: sessions of one model, contenders in turns."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import time
@@ -9,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from peft import PeftModel
@@ -107,7 +105,7 @@ class Session:
     def open(
         cls, model: Any, tokenizer: Any, options: dict[str, Any], contenders: Iterable[Contender],
         ends: bool = True,
-    ) -> Iterator[Session]:  # fmt: skip
+    ) -> Iterator[Self]:  # fmt: skip
         """A session for these contenders; the block ends with the model as it was. ``ends``:
         whether texts end with EOS, and not only with ``max_new_tokens``."""
         managed, before = any(item.adapters for item in contenders), active_names(model)

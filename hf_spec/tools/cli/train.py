@@ -424,11 +424,7 @@ def parse_options(
     words: list[str], method: str, fields: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of a method's config, of which values are JSON or words, and of `SpecArguments` that
-    options such as ``--max-steps 4`` set.
-
-    Raises:
-        ValueError: an option is unknown, or its value is missing or invalid.
-    """
+    options such as ``--max-steps 4`` set; a ValueError names one that is unknown or invalid."""
     import argparse
 
     from transformers import HfArgumentParser

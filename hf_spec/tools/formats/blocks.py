@@ -156,11 +156,8 @@ def _kind_to_write(config: Any) -> str:
 def _written(
     model: Any, config: Any, name: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Theirs of our fields, scales that are on, and the config of the layers, of a kind.
-
-    Raises:
-        ValueError: no format has this.
-    """
+    """Theirs of our fields, scales that are on, and the config of the layers, of a kind; a
+    ValueError if no format has this."""
     types = ["sliding_attention" if layer in (config.sliding_layers or []) else "full_attention"
              for layer in range(config.num_layers)]  # fmt: skip
     scales = {theirs: getattr(config, ours) for ours, theirs in SCALES.items()}
@@ -187,11 +184,7 @@ def _written(
 
 
 def speculators(model: Any, adapter: Adapter) -> dict[str, Any]:
-    """``config.json`` and tensors as speculators writes them.
-
-    Raises:
-        ValueError: the adapter has what speculators does not know.
-    """
+    """``config.json`` and tensors as speculators writes them."""
     config: Any = adapter.config
     name, tensors, known = _kind_to_write(config), dict(adapter.tensors()), vocab_size(model)
     fields, scales, layers = _written(model, config, name)
@@ -238,11 +231,7 @@ def speculators(model: Any, adapter: Adapter) -> dict[str, Any]:
 
 
 def specforge(model: Any, adapter: Adapter) -> dict[str, Any]:
-    """``config.json`` and tensors as SpecForge writes them, and SGLang reads.
-
-    Raises:
-        ValueError: the adapter has what they do not know.
-    """
+    """``config.json`` and tensors as SpecForge writes them, and SGLang reads."""
     config: Any = adapter.config
     name, tensors = _kind_to_write(config), dict(adapter.tensors())
     fields, scales, layers = _written(model, config, name)
@@ -320,14 +309,8 @@ def recognizes(strategy: str, config: Mapping[str, Any], names: Collection[str])
 
 
 def convert(strategy: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
-    """Fields of ``BlockConfig`` and the adapter's parameters, from a released checkpoint.
-
-    Args:
-        strategy: ``dflash`` or ``dspark``.
-
-    Raises:
-        ValueError: naming the field or tensor that is missing, unknown, or does not fit.
-    """
+    """Fields of ``BlockConfig`` and the adapter's parameters, from a released checkpoint of
+    ``dflash`` or ``dspark``."""
     layers, weights = tables.described(config), tables.renamed(tensors, NAMES)
     kind = kind_of(config, weights)
     if kind is None:

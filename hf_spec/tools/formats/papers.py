@@ -49,11 +49,7 @@ def _parse(name: str) -> dict[str, str] | None:
 
 
 def convert(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
-    """Fields of ``MedusaConfig`` and the adapter's parameters, from released tensors by name.
-
-    Raises:
-        ValueError: there are no heads, or tensors are missing, duplicate or do not fit together.
-    """
+    """Fields of ``MedusaConfig`` and the adapter's parameters, from released tensors by name."""
     found, ends = _by_kind(tensors)
     blocks, projections = found["weight"], found["projection"]
     if not blocks:
@@ -134,7 +130,7 @@ def wants(name: str) -> bool:
 
 
 def convert_prompts(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
-    """Fields of ``PPDConfig`` and the adapter's parameters; a ValueError if there are none."""
+    """Fields of ``PPDConfig`` and the adapter's parameters."""
     found = tensors.get(EMBEDDINGS)
     if found is None or found.ndim != 2:
         raise ValueError(f"it has no tensor {EMBEDDINGS!r} (prompt tokens, hidden)")

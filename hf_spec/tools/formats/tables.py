@@ -61,11 +61,8 @@ def formats_of(method: Method, name: str) -> Mapping[str, Any]:
 def renamed(
     tensors: Mapping[str, Tensor], prefixes: Iterable[tuple[str, str]]
 ) -> dict[str, Tensor]:
-    """Tensors with prefixes of their names replaced, one after another.
-
-    Raises:
-        ValueError: a tensor is there twice.
-    """
+    """Tensors with prefixes of their names replaced, one after another; a ValueError if two have
+    one name then."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if (own := own_name(name, prefixes)) in found:

@@ -1,7 +1,5 @@
 """The trainer of adapters."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -190,7 +188,7 @@ class TimeLimit(TrainerCallback):
     """Ends a training so that its last evaluation is over after ``max_minutes``, those before it
     was resumed included."""
 
-    def __init__(self, trainer: SpecTrainer):
+    def __init__(self, trainer: Any):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
