@@ -111,12 +111,8 @@ PER_TOKEN = {HEAD, *(head.output for head in HEADS.values())}
 
 
 def take_vocabulary(tensors: dict[str, Tensor], known: int, stated: int | None) -> int:
-    """Replace ``d2t`` and ``t2d`` by the ids of draft tokens; returns their number, 0 for all.
-
-    Args:
-        known: the size of the vocabulary.
-        stated: ``draft_vocab_size`` of ``config.json``.
-    """
+    """Replace ``d2t`` and ``t2d`` by the ids of draft tokens, of a vocabulary of ``known`` tokens;
+    returns their number, as ``config.json`` has ``stated`` it, 0 for all."""
     head, marked = tensors.get(HEAD), (tensors.pop(OFFSETS, None), tensors.pop(MASK, None))
     if head is not None:
         if head.ndim != 2 or not len(head):
@@ -298,12 +294,7 @@ def speculators_config(
     model: Any, config: Any, kind: str, architecture: str, drafted: int, layers: dict[str, Any]
 ) -> dict[str, Any]:
     """What ``config.json`` of all of speculators' drafters begins with, as its version 0.9.0 writes
-    it, which vLLM reads.
-
-    Args:
-        drafted: draft tokens of a step.
-        layers: the config of the drafter's layers.
-    """
+    it, which vLLM reads; ``drafted`` is the number of draft tokens of a step."""
     verifier = config.base_model_name_or_path or model.config.name_or_path
     return {
         "architectures": [architecture],

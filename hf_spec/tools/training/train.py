@@ -60,13 +60,8 @@ class KeptStates:
         self, compute: Callable[[Tensor, Tensor], Sequence[Tensor]], input_ids: Tensor,
         mask: Tensor, kind: Sequence[int],
     ) -> Sequence[Tensor]:  # fmt: skip
-        """Tensors ``(batch, seq, ...)``; those of padding may be 0.
-
-        Args:
-            compute: gives them for some rows and their mask.
-            input_ids, mask: ``(batch, seq)``; the mask is 0 for padding.
-            kind: what they are.
-        """
+        """Tensors ``(batch, seq, ...)`` of a kind, which ``compute`` gives for some rows and their
+        mask, ``(batch, seq)`` both; those of padding, where the mask is 0, may be 0."""
         real = mask.bool()
         rows = [ids[own].tolist() for ids, own in zip(input_ids.cpu(), real.cpu())]
         paths = [self._path((self.base, row, list(kind))) for row in rows]

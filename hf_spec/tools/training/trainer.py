@@ -149,11 +149,7 @@ def layer_matrices(model: nn.Module) -> set[Tensor]:
 class WithMuon(Optimizer):
     """An optimizer some of whose parameters are stepped by `torch.optim.Muon` instead (Jordan et
     al., 2024), with updates of equal size in matrices of all shapes (Liu et al., "Muon is Scalable
-    for LLM Training", 2025).
-
-    Args:
-        other: the optimizer of all parameters.
-        matrices: those that Muon takes over.
+    for LLM Training", 2025): of the parameters of the ``other`` optimizer, Muon takes ``matrices``.
     """
 
     def __init__(self, other: Optimizer, matrices: Iterable[Tensor]):
