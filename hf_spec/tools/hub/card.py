@@ -5,8 +5,6 @@ variables ``adapter`` (the adapter's config), ``options`` and ``search`` (``sear
 ``hub_cards/training.md`` adds a section for trained adapters. The card depends on the folder alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -15,7 +13,19 @@ from fnmatch import fnmatch
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    EvalResult,
+    HfApi,
+    ModelCard,
+    ModelCardData,
+)
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import validate_repo_id
+from jinja2 import Template, TemplateError
 
 from hf_spec.adapters.config import SHIM, shim_text
 from hf_spec.core.checks import INSTALL, explained, first_line, names_its_files
@@ -24,9 +34,6 @@ from hf_spec.files import read_json, write_atomically
 from hf_spec.methods.registry import Method
 from hf_spec.tools.hub import folder as folders
 from hf_spec.tools.hub.folder import CARD, CONFIG, RESULTS, is_repository, read_spec_config
-
-if TYPE_CHECKING:
-    from huggingface_hub import EvalResult, ModelCardData
 
 #: Templates of cards; those of methods are theirs.
 TEMPLATES = files("hf_spec.hub_cards")
@@ -46,9 +53,6 @@ def render_card(
     """The text of a card, with the adapter's name on the Hub and that of its base model; by default
     the folder's name, and what ``adapter_config.json`` says. ``metadata`` are fields that nothing
     in the folder says, such as ``license`` and ``language``."""
-    from huggingface_hub import ModelCard
-    from jinja2 import TemplateError
-
     method, options = read_spec_config(folder)
     adapter = read_json(folder / CONFIG)
     base_model = base_model or adapter.get("base_model_name_or_path") or "the base model"
@@ -80,8 +84,6 @@ def render_card(
 
 
 def _render(source: Traversable, **values: Any) -> str:
-    from jinja2 import Template
-
     return Template(source.read_text(encoding="utf-8")).render(**values).strip()
 
 
@@ -91,8 +93,6 @@ def _metadata(
 ) -> ModelCardData:  # fmt: skip
     """What the Hub shows beside a card, and finds an adapter by. The library is hf_spec, since the
     Hub would show code of PEFT's, which does not know these adapters by itself."""
-    from huggingface_hub import ModelCardData
-
     results = _eval_results(figures) if figures else []
     named: dict[str, Any] = {"model_name": repository.rpartition("/")[2], "eval_results": results}
     related: dict[str, Any] = {} if base_model is None else {"base_model_relation": "adapter"}
@@ -117,8 +117,6 @@ def _datasets(training: dict[str, Any]) -> list[str] | None:
 
 def _eval_results(figures: dict[str, Any]) -> list[EvalResult]:
     """Tau and speed over all prompts."""
-    from huggingface_hub import EvalResult
-
     row, where = figures["rows"][-1], figures["environment"]
     name = where.get("dataset") or (where.get("prompts") or "prompts").rpartition("/")[2]
     values = {
@@ -143,8 +141,6 @@ def renewed_card(
 ) -> str:
     """The text of a folder's card, rendered anew with other names unless a person has written or
     edited it; metadata that hf_spec and PEFT don't set, such as a license, stays."""
-    from huggingface_hub import ModelCard, ModelCardData
-
     text = (folder / CARD).read_text(encoding="utf-8")
     body = PEFT_VERSION.sub("", METADATA.sub("", text))
     of_peft = ModelCard.from_template(ModelCardData()).text
@@ -161,8 +157,6 @@ def renewed_card(
 
 def _completed(card: str, old: str) -> str:
     """A card with the metadata of an old one that it lacks itself, but for what was measured."""
-    from huggingface_hub import ModelCard
-
     new, before = ModelCard(card), ModelCard(old, ignore_metadata_errors=True).data.to_dict()
     for key, value in before.items():
         if key != "model-index" and new.data.get(key) is None:
@@ -229,9 +223,6 @@ def push(
     gets the earlier adapter as a whole. That one's measurements, figures and pickled weights are
     removed. Repository and branch are created if they do not exist.
     """
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
     # The HTTP library differs between releases of huggingface_hub.
     transport: type[Exception] = HfHubHTTPError.__bases__[0]
     files, api = files_to_upload(folder, repository, base_model, **metadata), HfApi()
@@ -265,8 +256,6 @@ def files_to_upload(
     """Paths of the files to upload, by their names there; or contents, in which the names of
     repository and base model are set, and the card's ``metadata``. Needs no network; a ValueError
     says what is missing or wrong."""
-    from huggingface_hub.utils import validate_repo_id
-
     if repository.count("/") != 1:
         raise ValueError(f"{repository!r} is no repository: give owner/name")
     validate_repo_id(repository)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel, get_peft_model
+
 import hf_spec
 from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
 from hf_spec.adapters.config import CARD, GENERATION, SHIM, says_the_same, shim_text
@@ -79,8 +81,6 @@ def attached(
         on_meta: whether the adapter has no weights yet.
         trained: folder of a trained adapter whose weights it gets; None for a new one.
     """
-    from peft import PeftModel, get_peft_model
-
     trainable = [parameter.requires_grad for parameter in model.parameters()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # from PEFT's call of Transformers

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2 import TemplateError
 
 from hf_spec.adapters.config import fingerprint
 from hf_spec.core.checks import check_same_settings, first_line
@@ -307,8 +308,6 @@ def _around_words(tokenizer: Any) -> tuple[list[int], str]:
                 "model cannot write prompts: give some with --prompts."
             )
         return [start], ""
-    from jinja2 import TemplateError
-
     chat = [{"role": "user", "content": _WORDS}]
     try:
         text: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

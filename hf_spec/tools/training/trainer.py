@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Muon, Optimizer
@@ -100,8 +101,6 @@ def base_state(model: Any) -> dict[str, Tensor]:
 
 def save_checkpoint(model: Any, folder: Path) -> None:
     """Add the base model's weights to a checkpoint of its adapter."""
-    from safetensors.torch import save_file
-
     state = {name: tensor.contiguous() for name, tensor in base_state(model).items()}
     with staging(folder) as temporary:
         save_file(state, temporary / CHECKPOINT)
@@ -109,8 +108,6 @@ def save_checkpoint(model: Any, folder: Path) -> None:
 
 def load_checkpoint(model: Any, folder: Path) -> None:
     """Load the weights in a checkpoint into the base model; a ValueError if they are another's."""
-    from safetensors.torch import load_file
-
     path = folder / CHECKPOINT
     if not path.is_file():
         raise ValueError(f"{str(folder)!r} holds no {CHECKPOINT}: it is of another training")
