@@ -26,8 +26,7 @@ SHOWN_LINES = 8
 def demo(
     output: opt.Output = Path("hf-spec-demo"),
     model: Annotated[
-        str | None,
-        Option(help="Instead of the small one: a folder, or a repository on the Hub."),
+        str | None, Option(help="Instead of the small one: a folder, or a repository on the Hub.")
     ] = None,
     limit: Annotated[int, Option(min=1, help="Prompts; there are 8, with --model 24.")] = 2,
     max_new_tokens: opt.NewTokens = 96,
@@ -279,6 +278,14 @@ def _with_assistants(lineup: list[Any], model: Any, tokenizer: Any) -> list[Any]
 
 # -- ``hf-spec search`` ----------------------------------------------------------------------------
 
+NumDraftTokens = Annotated[
+    int,
+    Option(
+        "--num-draft-tokens", "--max-draft", min=1, max=MAX_DRAFT_TOKENS,
+        help="K, most tokens drafted in a step.",
+    ),
+]  # fmt: skip
+
 
 def search(
     model: opt.Model,
@@ -294,16 +301,7 @@ def search(
     ] = None,
     max_new_tokens: Annotated[int, Option(min=2, help="New tokens per prompt.")] = 64,
     dtype: opt.Dtype = NATIVE,
-    num_draft_tokens: Annotated[
-        int,
-        Option(
-            "--num-draft-tokens",
-            "--max-draft",
-            min=1,
-            max=MAX_DRAFT_TOKENS,
-            help="K, most tokens drafted in a step.",
-        ),
-    ] = 12,  # fmt: skip
+    num_draft_tokens: NumDraftTokens = 12,
     seed: opt.Seed = 0,
     device: opt.Device = None,
     threads: opt.Threads = None,

@@ -72,8 +72,7 @@ KwargsByName = Annotated[
 ]
 Kwargs = Annotated[str | None, Option(help="Options of the strategy, JSON or NAME=JSON.")]
 StoredKwargs = Annotated[
-    str | None,
-    Option(help="Options of the strategy, JSON or NAME=JSON; stored with the adapter."),
+    str | None, Option(help="Options of the strategy, JSON or NAME=JSON; stored with the adapter.")
 ]
 Seed = Annotated[int, Option(help="Seed of the sampling, or of the search.")]
 DoSample = Annotated[bool, Option("--do-sample", help="Sample instead of greedy decoding.")]

@@ -81,9 +81,7 @@ def convert(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
     return {**fields, **AS_IN_PAPERS}, result
 
 
-def _by_kind(
-    tensors: Mapping[str, Tensor],
-) -> tuple[dict[str, dict[_Key, Tensor]], dict[int, int]]:
+def _by_kind(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[_Key, Tensor]], dict[int, int]]:
     """The weights and biases of blocks, and the projections; and by head how many blocks are before
     its projection, where the name says so."""
     found: dict[str, dict[_Key, Tensor]] = {"weight": {}, "bias": {}, "projection": {}}

@@ -12,13 +12,12 @@ from typing import Any
 from peft import PeftModel, get_peft_model
 
 import hf_spec
-from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
+from hf_spec.adapters.checkpoint import CONFIG, WEIGHTS, read_weights
 from hf_spec.adapters.config import CARD, GENERATION, SHIM, says_the_same, shim_text
 from hf_spec.core.checks import names_its_files
 from hf_spec.files import is_path, read_json, write_atomically, writing
 from hf_spec.methods.registry import Method, get_method
 
-CONFIG = "adapter_config.json"
 REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD)
 #: What was measured of the adapter.
 MEASURED = SEARCH, TRAINING, RESULTS = "search.json", "training.json", "results.json"

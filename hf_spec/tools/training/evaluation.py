@@ -34,8 +34,7 @@ class Report(TrainerCallback):
     def __init__(self, trainer: Any):
         self.trainer: Any = trainer
         self._bar: tqdm | None = None
-        self.steps, self._speaks = 0, False
-        self._began = self._before = self._best = 0.0
+        self.steps, self._speaks = 0, False  # an evaluation may come without a training
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._speaks = state.is_world_process_zero
