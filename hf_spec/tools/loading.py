@@ -42,18 +42,15 @@ def load_model(
     path: str, dtype: str, device: str | None = None, attn_implementation: str | None = None,
     adapters: Iterable[Adapter] = (), pack: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """A causal language model in evaluation mode on its device, and its tokenizer.
+    """A causal language model in evaluation mode on its device, with adapters, and its tokenizer; a
+    ValueError if something cannot be loaded, or there is no such device.
 
     Args:
         path: a folder, or a repository on the Hub.
         dtype: name of a dtype, ``auto`` for the checkpoint's, or ``native``.
         device: None for an accelerator if there is one.
         attn_implementation: None for the model's own.
-        adapters: see :func:`load_adapters`.
         pack: whether to call :func:`pack_where_it_pays`.
-
-    Raises:
-        ValueError: model or adapter cannot be loaded, or there is no such device.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

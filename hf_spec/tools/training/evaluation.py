@@ -25,11 +25,8 @@ RANKS = (1, 5, 10)
 
 
 class Report(TrainerCallback):
-    """A progress bar, and a line per evaluation of a training, whose ``done`` is from 0 to 1.
-
-    Attributes:
-        steps: taken so far, without those before the training was resumed.
-    """
+    """A progress bar, and a line per evaluation of a training, whose ``done`` is from 0 to 1. Its
+    ``steps`` are those taken so far, without those before the training was resumed."""
 
     def __init__(self, trainer: Any):
         self.trainer: Any = trainer
