@@ -150,9 +150,12 @@ def check_adapter(place: str, folder: bool = False) -> None:
 
 
 def read_adapters(paths: Iterable[str]) -> list[Adapter]:
-    """Read the ``SpecConfig`` beside each adapter's weights; a ValueError if one has none."""
+    """Read the ``SpecConfig`` beside each adapter's weights; a ValueError if one has none, or is
+    given twice."""
     paths = list(paths)
     for path in paths:
+        if paths.count(path) > 1:
+            raise ValueError(f"adapter {path!r} is given twice: leave one of them out")
         check_adapter(path)
 
     from peft import PeftConfig
