@@ -356,5 +356,5 @@ METHOD = Method(
     needs_adapter=True,
     training={"learning_rate": 1e-2, "num_train_epochs": 8},
     num_anchors=32,
-    formats="hf_spec.tools.formats.prompts",
+    formats="hf_spec.tools.formats.papers",
 )

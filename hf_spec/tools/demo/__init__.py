@@ -1,7 +1,5 @@
 """What the demo runs: models, the adapters that fit them, prompts."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
