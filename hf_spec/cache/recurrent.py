@@ -54,7 +54,8 @@ class RecurrentStates:
         self.rules = rules
         self.groups: list[list[StateKey]] = []
         self.snapshot = StateSnapshot([0] * batch_size, [])
-        self.visible = torch.empty(0, device="cpu")  # which nodes each node of the block sees
+        self.tree: Tree  # of the open block
+        self.first = 0  # of its nodes
         #: Whether the running forward is one token per row, for which layers run their own code on
         #: copies of the states.
         self.plain = False
@@ -96,10 +97,9 @@ class RecurrentStates:
 
     # -- a block, as layers see it -------------------------------------------------------------
 
-    def begin(self, visible: Tensor, first: int, plain: bool) -> None:
-        """Open a block, ``visible`` as of :class:`Step`, ``first`` nodes of which were forwarded
-        earlier in this step."""
-        self.visible, self._steps = visible, {}
+    def begin(self, tree: Tree, first: int, plain: bool) -> None:
+        """Open a block of a tree, ``first`` nodes of which were forwarded earlier in this step."""
+        self.tree, self.first, self._steps = tree, first, {}
         self.plain, self._last = plain, None
         if not first:
             self._kept = {}
@@ -109,7 +109,8 @@ class RecurrentStates:
         """The open block, on the running layer's device."""
         device = self._device
         if device not in self._steps:
-            self._steps[device] = Step(self.visible.to(device), False if self._traced else None)
+            visible = self.tree.ancestors[:, self.first :].to(device)
+            self._steps[device] = Step(visible, False if self._traced else None)
         return self._steps[device]
 
     def run_next(self, layer: int, number: int = 0) -> None:
@@ -288,12 +289,12 @@ class RecurrentStates:
     def tensors(self) -> list[Tensor]:
         return self.snapshot.tensors
 
-    def traced_with(self, tensors: Iterable[Tensor], visible: Tensor) -> Self:
+    def traced_with(self, tensors: Iterable[Tensor], tree: Tree) -> Self:
         """The same with other :meth:`tensors`, as a graph sees them, in a block."""
         own = copy.copy(self)
         own.snapshot = StateSnapshot([], list(tensors))
         own._traced, own._kept = True, {}
-        own.visible, own._steps = visible, {}
+        own.tree, own.first, own._steps = tree, 0, {}
         return own
 
     def kept_tensors(self) -> list[Tensor]:

@@ -186,7 +186,7 @@ class TreeCache(StatefulCache):
         self.block = OpenBlock(start, slots, end, front, tree, first)
         if self.recurrent is not None:
             alone = tree.num_nodes == 1 and not first
-            self.recurrent.begin(tree.ancestors[:, first:], first, plain and alone)
+            self.recurrent.begin(tree, first, plain and alone)
         return end
 
     def appending(self, appended: int, count: int) -> OpenBlock:
@@ -274,7 +274,7 @@ class TreeCache(StatefulCache):
         own.block = OpenBlock(0, slots, self.capacity, front, tree)
         if self.recurrent is not None:
             given = given[len(self.states.members) :]
-            own.recurrent = self.recurrent.traced_with(given, tree.ancestors)
+            own.recurrent = self.recurrent.traced_with(given, tree)
         return own
 
     # -- rows --------------------------------------------------------------------------------
