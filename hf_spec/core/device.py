@@ -25,7 +25,7 @@ def to_device(values: Any, device: torch.device | str, dtype: torch.dtype | None
 def all_to_device(arrays: Sequence[Any], device: torch.device | str) -> list[Tensor]:
     """NumPy arrays as tensors, by one transfer; those of larger items must come first."""
     data = np.concatenate([one.reshape(-1).view(np.uint8) for one in arrays])
-    whole, found, end = to_device(torch.from_numpy(data), device), [], 0
+    whole, found, end = to_device(data, device), [], 0
     for one in arrays:
         start, end = end, end + one.nbytes
         kind = torch.from_numpy(one).dtype

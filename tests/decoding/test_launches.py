@@ -100,15 +100,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 #: Most launches of the median step, as it is, compiled and recorded, by strategy and settings.
 #: Those of space and eagle3 depend on what the policy chooses by times, and have room for it.
 MOST = {
-    ("prompt_lookup", "greedy"): (16, 20, 7),
-    ("prompt_lookup", "sampled"): (45, 40, 10),
-    ("medusa", "greedy"): (106, 26, 9),
-    ("medusa", "sampled"): (220, 150, 13),
-    ("medusa", "processed"): (137, 84, 14),
-    ("space", "greedy"): (160, 50, 13),
-    ("eagle3", "greedy"): (430, 240, 9),
-    ("medusa sparse", "greedy"): (90, 30, 12),
-    ("propd online", "greedy"): (140, 28, 9),
+    ("prompt_lookup", "greedy"): (14, 16, 3),
+    ("prompt_lookup", "sampled"): (43, 36, 6),
+    ("medusa", "greedy"): (104, 22, 5),
+    ("medusa", "sampled"): (216, 145, 9),
+    ("medusa", "processed"): (135, 79, 10),
+    ("space", "greedy"): (156, 50, 7),
+    ("eagle3", "greedy"): (426, 236, 5),
+    ("medusa sparse", "greedy"): (90, 25, 7),
+    ("propd online", "greedy"): (138, 24, 5),
 }
 
 
