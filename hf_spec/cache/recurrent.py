@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -54,8 +54,7 @@ class RecurrentStates:
         self.rules = rules
         self.groups: list[list[StateKey]] = []
         self.snapshot = StateSnapshot([0] * batch_size, [])
-        self.tree: Tree  # of the open block
-        self.first = 0  # of its nodes
+        self.visible: Callable[[], Tensor]  # which nodes each node of the block sees
         #: Whether the running forward is one token per row, for which layers run their own code on
         #: copies of the states.
         self.plain = False
@@ -97,9 +96,10 @@ class RecurrentStates:
 
     # -- a block, as layers see it -------------------------------------------------------------
 
-    def begin(self, tree: Tree, first: int, plain: bool) -> None:
-        """Open a block of a tree, ``first`` nodes of which were forwarded earlier in this step."""
-        self.tree, self.first, self._steps = tree, first, {}
+    def begin(self, visible: Callable[[], Tensor], first: int, plain: bool) -> None:
+        """Open a block, ``visible`` as of :class:`Step`, asked for when a layer runs uncompiled;
+        ``first`` nodes of it were forwarded earlier in this step."""
+        self.visible, self._steps = visible, {}
         self.plain, self._last = plain, None
         if not first:
             self._kept = {}
@@ -109,8 +109,7 @@ class RecurrentStates:
         """The open block, on the running layer's device."""
         device = self._device
         if device not in self._steps:
-            visible = self.tree.ancestors[:, self.first :].to(device)
-            self._steps[device] = Step(visible, False if self._traced else None)
+            self._steps[device] = Step(self.visible().to(device), False if self._traced else None)
         return self._steps[device]
 
     def run_next(self, layer: int, number: int = 0) -> None:
@@ -289,12 +288,12 @@ class RecurrentStates:
     def tensors(self) -> list[Tensor]:
         return self.snapshot.tensors
 
-    def traced_with(self, tensors: Iterable[Tensor], tree: Tree) -> Self:
+    def traced_with(self, tensors: Iterable[Tensor], visible: Tensor) -> Self:
         """The same with other :meth:`tensors`, as a graph sees them, in a block."""
         own = copy.copy(self)
         own.snapshot = StateSnapshot([], list(tensors))
         own._traced, own._kept = True, {}
-        own.tree, own.first, own._steps = tree, 0, {}
+        own.visible, own._steps = lambda: visible, {}
         return own
 
     def kept_tensors(self) -> list[Tensor]:

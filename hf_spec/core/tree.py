@@ -154,15 +154,15 @@ class TreeTensors(NamedTuple):
             return torch.cat(pair, dim)
 
         *parts, seen = map(own, self[:5])
-        places = [part[:, :tokens] for part in self[5:] if probes]
-        return TreeTensors(*parts, own(seen, 2), *places)
+        places = [part[:, :tokens] for part in self[5:] if part is not None and probes]
+        return TreeTensors._make([*parts, own(seen, 2), *places, None, None][:7])
 
     def padded(self, nodes: int) -> TreeTensors:
         """Those of trees without probes, padded to so many nodes."""
         more = 0, nodes - self.tokens.shape[1]
         parts, seen = [pad(part, more) for part in self[:4]], pad(self.ancestors, more * 2)
         seen.diagonal(0, 1, 2).fill_(True)
-        return TreeTensors(*parts, seen)
+        return TreeTensors._make([*parts, seen, None, None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,7 +264,7 @@ class Tree:
     def of_tensors(tensors: Sequence[Tensor | None], group: ProbeGroup | None = None) -> Tree:
         """Trees that only the device knows, given their :class:`TreeTensors`: of their sizes and
         depths, the host has upper bounds."""
-        own = TreeTensors(*tensors)
+        own = TreeTensors._make([*tensors, None, None][:7])
         most = (own.shape[0] - 1,) * len(own.tokens)
         tree = Tree(most, most, own.shape, own.tokens.device, group=group)
         return tree.with_tensors(*own)
@@ -355,17 +355,20 @@ class Tree:
         batch, count = host.tokens.shape
         real = _real(count, self.row_sizes)
         whole = np.zeros((3, batch, self.num_nodes), np.int64)  # tokens, parents and depths
-        whole[:, :, :count] = host.tokens, host.parents * real, np.where(real, host.depths, 1)
-        whole[1, :, 0] = -1
-        seen, places = self._seen(), np.zeros((0, batch, nodes), np.int64)
+        tokens, parents, depths = whole[:, :, :count]
+        tokens[:], parents[:], depths[:] = host.tokens, host.parents * real, 1
+        np.copyto(depths, host.depths, where=real)
+        parents[:, 0] = -1
+        parts = [whole, self._valid(), self._seen()]
         if probes is not None and group is not None:
             end, deep = nodes + probes.kinds.shape[1], probes.depths(whole[2], group)
             whole[:, :, nodes:end] = probes.kinds, probes.nodes, deep
             places = np.zeros((2, batch, nodes), np.int64)
             places[:, :, :count] = probes.first, probes.counts
-        parts = whole, places, self._valid(), seen
-        whole, places, valid, seen = all_to_device(parts, self.device)
-        return TreeTensors(*whole, valid, seen, *places)
+            parts.insert(1, places)
+        made, *others, valid, seen = all_to_device(parts, self.device)
+        first, counts = others[0] if others else (None, None)
+        return TreeTensors._make([*made, valid, seen, first, counts])
 
     def _valid(self) -> Any:
         assert self.host is not None
@@ -385,21 +388,21 @@ class Tree:
         seen = np.zeros((batch, self.num_nodes, self.num_nodes), bool)
         row, own = np.arange(batch)[:, None], np.arange(count)
         above = np.where(host.probs > 0, host.parents, own)
-        node = np.broadcast_to(own, above.shape)
-        for _ in range(self.max_depth + 1):
+        itself = seen.reshape(batch, -1)[:, :: self.num_nodes + 1]
+        itself[:], node = True, above
+        for _ in range(self.max_depth):
             seen[row, own, node] = True
             node = above[row, node]
         if probes is not None and group is not None:
             end = nodes + probes.kinds.shape[1]
             seen[:, nodes:end] = seen[row, probes.nodes]
             seen[:, nodes:end, nodes:end] = probes.visible(group)
-        everyone = np.arange(self.num_nodes)
-        seen[:, everyone, everyone] = True
+            itself[:] = True
         return seen
 
     def with_tensors(self, *tensors: Tensor | None) -> Self:
         """Set :attr:`tensors`, which are known; returns the tree."""
-        vars(self)["tensors"] = TreeTensors(*tensors)
+        vars(self)["tensors"] = TreeTensors._make([*tensors, None, None][:7])
         return self
 
     @property
@@ -527,13 +530,14 @@ class Tree:
         shape, source = (tokens, probes), self.source
         if shape == self.shape:
             return self
-        if self.host is None:  # of the device's own making, without probes
-            return Tree.of_tensors(self.tensors.padded(tokens))
         if source is not None and source.shape == self.shape:
             return dataclasses.replace(self, shape=shape, source=source.padded(*shape))
         found: dict[tuple[int, int], Tree] = vars(self).setdefault("_padded", {})
         if shape not in found:
-            found[shape] = dataclasses.replace(self, shape=shape, source=None)
+            wider = dataclasses.replace(self, shape=shape, source=None)
+            if self._is_made and self.group is None:  # the device may be all that knows them
+                wider.with_tensors(*self.tensors.padded(tokens))
+            found[shape] = wider
         return found[shape]
 
     def part_of(self, padded: Tree) -> Tree:
