@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -186,7 +187,7 @@ class TreeCache(StatefulCache):
         self.block = OpenBlock(start, slots, end, front, tree, first)
         if self.recurrent is not None:
             alone = tree.num_nodes == 1 and not first
-            self.recurrent.begin(tree.ancestors[:, first:], first, plain and alone)
+            self.recurrent.begin(partial(_visible, tree, first), first, plain and alone)
         return end
 
     def appending(self, appended: int, count: int) -> OpenBlock:
@@ -580,3 +581,8 @@ def _copy_in(target: Tensor, source: Tensor, columns: Tensor | None, seq: int) -
         places = (columns.to(source.device) - first).clamp(0, source.shape[2] - 1)
         source, first = source.take_along_dim(places[:, None, :, None], 2), 0
     target[:, :, first : first + source.shape[2]].copy_(source)
+
+
+def _visible(tree: Tree, first: int) -> Tensor:
+    """What the nodes ``first ..`` of a tree see; a function of its own, as caches are pickled."""
+    return tree.ancestors[:, first:]

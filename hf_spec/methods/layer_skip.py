@@ -353,7 +353,8 @@ class LayerSkipPredictor(Predictor):
         Exits use probabilities of the former: scores of a low temperature are always confident.
         """
         k = tokens.shape[1] - 1
-        output = state.target(Tree.chain(tokens), first=k, changes=self.drafting)
+        chains = Tree.of_shapes([TokenTree.chain(k)] * len(tokens), tokens.device)
+        output = state.target(chains.with_tokens(tokens), first=k, changes=self.drafting)
         state.stats.num_draft_forwards += 1
         logits = output.logits[:, -1]
         return logits.float(), state.process(logits, tokens[:, 1:], drafting, drafting=True)

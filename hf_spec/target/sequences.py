@@ -119,7 +119,7 @@ class _Run:
         if self.states is not None:
             running = Running()
             running.states = self.states
-            self.states.begin(visible, first, plain=False)
+            self.states.begin(lambda: visible, first, plain=False)
             tree_recurrences(self.model, changes, running)
         return changes
 

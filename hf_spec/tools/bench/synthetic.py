@@ -150,7 +150,7 @@ class SyntheticAcceptance(Acceptance):
 
     def _hits(self, tree: Tree, width: int) -> Tensor:
         """Whether a first child is accepted, by row and depth: ``(batch, width)`` bool."""
-        device = tree.tokens.device
+        device = tree.device
         if self._random is None:
             self._random = torch.Generator(device).manual_seed(torch.initial_seed())
         rates = [*self._rates, *[0.0] * width][:width]
