@@ -132,7 +132,8 @@ def test_calls_take_the_steps_that_they_take_alone(
             wanted.append(counted(hf_spec.last_stats(model)))
         calls = together(model, made)
     assert answers(calls) == plain("llama_tied")
-    assert [counted(call.steps.state.stats) for call in calls] == wanted
+    if name != "token_recycling":  # drafts from what all calls have seen
+        assert [counted(call.steps.state.stats) for call in calls] == wanted
 
 
 # -- models ----------------------------------------------------------------------------------------
