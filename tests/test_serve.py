@@ -370,11 +370,10 @@ def test_models_that_answer_one_request_at_a_time(monkeypatch, checkpoint, capsy
 
 def test_metrics_are_counts_in_the_text_format_of_prometheus(monkeypatch, checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    model.name_or_path = 'a "name"'
     now = [0.0]
     kept = Metrics(clock=lambda: now[0])
-    kept.follow(model)
     with hf_spec.share_steps(model) as sharing:
+        kept.follow('a "name"', sharing)
         for at, tokens in ((10.0, 30), (50.0, 15)):
             now[0] = at
             kept.add("m", SpecStats(
@@ -388,7 +387,7 @@ def test_metrics_are_counts_in_the_text_format_of_prometheus(monkeypatch, checkp
     of_all = '{model="m",strategy="medusa"}'
     assert lines == [
         'hf_spec_rows{model="a \\"name\\""} 3',
-        'hf_spec_cached_tokens{model="a \\"name\\""} 40',
+        'hf_spec_cached_tokens{model="a \\"name\\""} 120',
         f"hf_spec_requests_total{of_all} 2",
         f"hf_spec_request_seconds_total{of_all} 1",
         f"hf_spec_tokens_total{of_all} 45",

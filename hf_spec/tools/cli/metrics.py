@@ -6,8 +6,7 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
-from weakref import WeakSet
+from typing import NamedTuple
 
 from hf_spec.core.memory import locked
 from hf_spec.core.stats import SpecStats
@@ -33,15 +32,15 @@ class Metrics:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._began = clock, clock()
-        self._models: WeakSet[Any] = WeakSet()
+        self._sharing: dict[str, StepSharing] = {}
         self._requests: Counter[Kind] = Counter()
         self._totals: dict[Kind, SpecStats] = {}
         self._recent: deque[tuple[float, Kind, int]] = deque()  # when, and how many tokens
 
     @locked
-    def follow(self, model: Any) -> None:
-        """Show a model's rows."""
-        self._models.add(model)
+    def follow(self, model: str, sharing: StepSharing) -> None:
+        """Tell how many rows a model has."""
+        self._sharing[model] = sharing
 
     @locked
     def add(self, model: str, stats: SpecStats) -> None:
@@ -60,19 +59,16 @@ class Metrics:
     def text(self) -> str:
         """All of it, in Prometheus' text format."""
         self._forget()
-        sharing = {
-            model.name_or_path: found for model in self._models if (found := StepSharing.of(model))
-        }
         recent: Counter[Kind] = Counter()
         for _, kind, tokens in self._recent:
             recent[kind] += tokens
         seconds = min(RECENT, max(self._clock() - self._began, 1.0))
-        totals = self._totals.items()
+        totals, sharing = self._totals.items(), self._sharing.items()
         tables: list[tuple[str, str, str, Iterable[tuple[dict[str, str], float]]]] = [
             ("rows", "gauge", "Sequences that share steps now.",
-             (({"model": name}, one.rows) for name, one in sharing.items())),
-            ("cached_tokens", "gauge", "Tokens that their caches may come to hold.",
-             (({"model": name}, one.cached_tokens) for name, one in sharing.items())),
+             (({"model": name}, one.rows) for name, one in sharing)),
+            ("cached_tokens", "gauge", "Tokens that there is room for in their caches.",
+             (({"model": name}, one.cached_tokens) for name, one in sharing)),
             ("requests_total", "counter", "Answered requests.",
              ((kind._asdict(), count) for kind, count in self._requests.items())),
             ("request_seconds_total", "counter", "Time that they ran, in seconds.",

@@ -114,7 +114,7 @@ def serve(
     max_cached_tokens: Annotated[
         int | None,
         Option(
-            min=1, help="Most tokens of their prompts and longest answers.  [default: no limit]"
+            min=1, help="Most tokens that there is room for in their caches.  [default: no limit]"
         ),
     ] = None,
 ) -> None:
@@ -241,8 +241,7 @@ def _prepare_models(
         on_stats(model, told)
         why = _takes_turns(model)
         if shares and why is None:
-            share_steps(model, **given)
-            metrics.follow(model)
+            metrics.follow(name, share_steps(model, **given))
         elif shares:
             echo(f"hf-spec: requests run one at a time: {why}", err=True)
 
