@@ -34,6 +34,13 @@ from hf_spec.decoding.shared import refusal
 from hf_spec.decoding.sharing import StepSharing
 from hf_spec.decoding.step import Steps
 from hf_spec.decoding.strategy import Strategy
+from hf_spec.decoding.waiting import (
+    check_rows_apart,
+    inputs_of_row,
+    joined_ids,
+    processors_of_row,
+    take_in_turns,
+)
 from hf_spec.draft.lookup import BatchLookup, History, Limits
 from hf_spec.draft.options import AUTO
 from hf_spec.draft.policy import StepPolicy
@@ -42,6 +49,7 @@ from hf_spec.modeling_patches.modules import CACHE, only_logits, unwrapped
 from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.support import check_length
 from hf_spec.modeling_patches.weights import vocabulary
+from hf_spec.target.noise import drawn_seeds
 
 # -- The output of a call and its statistics -------------------------------------------------------
 
@@ -131,10 +139,39 @@ def decode(
     strategy = Strategy.of(model, config, rows, padded, synced_gpus, assistant_model)
     stats = SpecStats(strategy.method.name)
     watch = Stopwatch(stats, model.device, ranks.same)
-    owner = CacheOwner(model_kwargs.get(CACHE), sequences, wants)
+    most = strategy.options.max_rows
+    waits = most is not None and rows > most
+    owner = CacheOwner(model_kwargs.get(CACHE), sequences, wants and not waits)
     if strategy.alone:
         check_alone(model, owner)
     scorer, alone = Scorer(logits_processor, sequences), None
+    if most is not None and waits:
+        why = refusal(strategy, owner, scorer, synced_gpus or ranks.size > 1)
+        check_rows_apart(config, logits_processor, stopping_criteria, streamer, why)
+        begun, seeds = [], None
+        if strategy.samples:
+            seeds = drawn_seeds(rows, input_ids.device)
+
+        def begin(row: int) -> Steps:
+            ids, given = inputs_of_row(row, input_ids, real, model_kwargs)
+            only = slice(row, row + 1)
+            strategy = Strategy.of(model, config, 1, False, False, assistant_model)
+            own = Sequences(
+                input_ids[only], None if real is None else real[only], stopping_criteria
+            )
+            begun.append(own)
+            watch = Stopwatch(SpecStats(strategy.method.name), model.device)
+            steps = _after_prompt(
+                strategy, config, ids, given, Scorer(processors_of_row(row, logits_processor), own),
+                CacheOwner(None, own, False), watch, None if seeds is None else seeds[only],
+            )  # fmt: skip
+            watch.step()
+            return steps
+
+        stats = take_in_turns(rows, most, begin)
+        _keep(model, stats)
+        ids = joined_ids(begun, sequences.pad)
+        return SpecGenerateOutput(sequences=ids, spec_stats=stats) if wants else ids
     if (sharing := StepSharing.of(model)) is not None:
         alone = refusal(strategy, owner, scorer, synced_gpus or ranks.size > 1)
         sharing = None if alone else sharing
@@ -167,10 +204,7 @@ def decode(
         _estimate_plain(stats, steps.policy, prompt_seconds, rows)
     elif (plain := times.plain_seconds()) is not None:  # few rows are left where old answers end
         stats.plain_seconds = prompt_seconds + plain * (max(sequences.emitted) - 1)
-    known = memory(model)
-    known[SpecStats] = stats
-    if _TOLD in known:
-        known[_TOLD](stats)
+    _keep(model, stats)
     if not wants:
         return ids
     return SpecGenerateOutput(
@@ -180,16 +214,24 @@ def decode(
     )  # fmt: skip
 
 
+def _keep(model: Any, stats: SpecStats) -> None:
+    """Keep the statistics of a call that has ended, and tell them."""
+    known = memory(model)
+    known[SpecStats] = stats
+    if _TOLD in known:
+        known[_TOLD](stats)
+
+
 def _after_prompt(
     strategy: Strategy, config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any],
-    scorer: Scorer, owner: CacheOwner, watch: Stopwatch,
+    scorer: Scorer, owner: CacheOwner, watch: Stopwatch, seeds: Sequence[int] | None = None,
 ) -> Steps:  # fmt: skip
-    """Run the prompt and take the first token of each row."""
+    """Run the prompt and take the first token of each row; ``seeds``: see :class:`Acceptance`."""
     model, drafter = strategy.model, strategy.drafter
     rollouts, earlier, sequences = strategy.options.history, None, owner.sequences
     if rollouts is not None:
         earlier = rollouts.begin(model, sequences.tokens, sequences.ids.device)
-    seeds = None if earlier is None else earlier.seeds
+        seeds = earlier.seeds
     kind = memory(model).get(Acceptance, Acceptance)  # benchmarks may set another one
     acceptance = kind(config, strategy.options, scorer, seeds)
     with watch.phase("forward"):

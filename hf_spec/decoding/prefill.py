@@ -342,7 +342,7 @@ class Prompt:
     def _cache(self, source: DynamicCache, logits: Tensor) -> TreeCache:
         """The call's cache, from the states that the prompt's forward left; ``logits`` ``(batch,
         vocab)`` are on its main device."""
-        owner, width = self.owner, self.owner.sequences.width
+        owner, width = self.owner, self.input_ids.shape[1]
         allocate = None if self.graphs is None else self.graphs.allocate
         rules, rows = recurrent_rules(self.model), len(logits)
         # The call's before it takes over anything, as this empties what may be the caller's.

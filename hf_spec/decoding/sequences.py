@@ -42,6 +42,7 @@ class Sequences:
         lengths: columns in use of each sequence.
         rows: the sequence of each row of the batch.
         eos: tokens that end a sequence.
+        pad: fills sequences past their end.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Sequences:
         prompts = input_ids if real is None else [ids[own] for ids, own in zip(input_ids, real)]
         self._tokens: list[list[int]] = [ids.tolist() for ids in prompts]
         self.streamer, self._streamed = streamer, self.width
-        self._pad = pad_token_id or 0
+        self.pad = pad_token_id or 0
         #: Length at which a sequence's criteria first stopped it.
         self._stops: list[int | None] = [None] * count
         #: Logits and scores ``(vocab,)`` of each emitted token, if they are recorded.
@@ -169,7 +170,7 @@ class Sequences:
         """``(sequences, length)`` the ids as in plain generation, finished sequences padded."""
         for row, own in enumerate(self.lengths):
             if own < length and not self._takes(row):
-                self.ids[row, own:length] = self._pad
+                self.ids[row, own:length] = self.pad
         return self.ids[:, :length]
 
     def append(
@@ -257,7 +258,7 @@ class Sequences:
         end = min(unfinished, default=self._end())
         for i in range(self._streamed - self.width, end - self.width):
             values = [
-                own[i - count] if i < count else self._pad
+                own[i - count] if i < count else self.pad
                 for own, count in zip(self._tokens, self.emitted)
             ]
             self.streamer.put(torch.tensor(values, device="cpu"))
@@ -277,7 +278,7 @@ class Sequences:
         end = self._end()
         for row in range(len(self.lengths)):
             self._cut(row, end)
-            self.ids[row, self.lengths[row] :] = self._pad
+            self.ids[row, self.lengths[row] :] = self.pad
         if self.streamer is not None:
             self._stream()
             self.streamer.end()

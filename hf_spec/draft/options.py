@@ -87,6 +87,9 @@ class DraftOptions:
             attached by ``load_adapter``: PEFT, training and saving do not see it. It is read again
             when the files of its folder have changed; a model keeps the 4 that were named last.
         history: a ``RolloutHistory``: first the earlier answers to the same prompts draft.
+        max_rows: most sequences of a call at once. Of a larger batch the others wait, their prompts
+            not yet run, until one has ended; prompts run without padding. An output then has no
+            cache. None: all at once.
         former_names: (of the class) today's names of options by their former ones, which saved
             configurations may have.
     """
@@ -104,6 +107,7 @@ class DraftOptions:
     typical_delta: float = setting(0.3, rule=SHARE, only={"acceptance": ("typical",)})
     adapter: str | None = setting(None, rule=_place)
     history: RolloutHistory | None = setting(None, rule=_history, only={"acceptance": ("match",)})
+    max_rows: int | None = setting(None, rule=count())
 
     def __post_init__(self) -> None:
         check_fields(self)

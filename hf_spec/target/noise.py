@@ -48,6 +48,13 @@ class _States(NamedTuple):
     after: Tensor
 
 
+def drawn_seeds(count: int, device: torch.device) -> list[int]:
+    """Seeds of the generators of several sequences, from the default one."""
+    with RUNNING:
+        seeds: list[int] = torch.randint(2**48, (count,), device=device).tolist()
+    return seeds
+
+
 class SequenceNoise:
     """The numbers that the tokens of one sequence are sampled with.
 
@@ -133,8 +140,7 @@ class SamplingNoise(FollowsRows):
     ):  # fmt: skip
         self.device = device
         if seeds is None and batch_size > 1:
-            with RUNNING:
-                seeds = torch.randint(2**48, (batch_size,), device=device).tolist()
+            seeds = drawn_seeds(batch_size, device)
         generators: Sequence[torch.Generator | None] = [None]
         if seeds is not None:
             generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
