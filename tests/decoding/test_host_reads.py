@@ -54,7 +54,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 READS_OF = {"draft_model": 2}
 NAMES = (
     "prompt_lookup", "medusa", "propd", "bita", "space", "ppd", "dflash", "dspark", "eagle3",
-    "mtp", "draft_model",
+    "mtp", "draft_model", "token_recycling",
 )  # fmt: skip
 
 
