@@ -89,7 +89,7 @@ class CacheOwner:
     def _give_back(self, cache: TreeCache) -> None:
         cache.repair()
         start = self.start or cache.host_lengths
-        emitted, active = self.sequences.emitted, self.sequences.active
+        emitted, active = self.sequences.emitted, self.sequences.now.active
         most = [max(count - 1, 0) for count in emitted]  # the last token is not cached
         cached = [
             min(have - begin, end) for have, begin, end in zip(cache.host_lengths, start, most)
@@ -108,7 +108,7 @@ class CacheOwner:
         if cache.recurrent is not None:
             cache.recurrent.settle()
         if self.history is not None:
-            rows = zip(self.history, self.sequences.tokens, cache.host_lengths)
+            rows = zip(self.history, self.sequences.now.tokens, cache.host_lengths)
             cache.tokens = [(old + new)[:length] for old, new, length in rows]
         cache.states.limit = None
         if self.filled is None:
@@ -127,7 +127,7 @@ def new_tokens(
 ) -> list[list[int]]:
     """Each row's new tokens for a continued TreeCache, which is cut where the prompt differs."""
     cache, sequences = owner.given, owner.sequences
-    rows, width = sequences.tokens, sequences.width
+    rows, width = sequences.now.tokens, sequences.width
     _check_continued(cache, rows, model)
     cache.count_appended()
     seen = (

@@ -155,6 +155,7 @@ class Steps:
         """One step of all rows: draft, forward, verify, commit, learn."""
         state, drafter, watch = self.state, self.strategy.drafter, self.watch
         prepared, grows = state.target.prepared, not self.policy.paused
+        state.draft_cost = self.policy.draft_cost()
         self.strategy.run(advance_rope, state)
         tree, repeats = self._draft()
         output, moved, draft = self.device.run(tree, grows)
@@ -172,9 +173,7 @@ class Steps:
                 self.strategy.run(drafter.advance, result, output.read(drafter.reads, result))
             state.grown = Grown(found[0], numbers, found[1:]) if found and grows else None
         seconds = watch.step()
-        streamer = self.owner.sequences.streamer
-        if hasattr(streamer, "see_step"):  # hf-spec demo shows the steps' trees
-            streamer.see_step(output.tree, host)
+        self.owner.sequences.show(output.tree, host)
         if not repeats:
             # Steps that compile are not typical.
             self._learn(tree, host, seconds if state.target.prepared == prepared else None)

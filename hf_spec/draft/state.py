@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -71,8 +71,8 @@ class DecodeState:
         stats: the statistics of the call so far.
         timed: whether the amount of drafting may depend on step times.
         grown: the step's trees, if the program of the step before has grown them.
-        draft_cost: tokens that one more drafting forward must bring to pay for its time; None
-            while unknown.
+        draft_cost: tokens that one more drafting forward of this step must bring to pay for its
+            time; None while unknown.
         lookups: looks up what is merged into each step's draft; None if nothing is.
         looked_up: what this step has looked up for each sequence.
         noise: what the next tokens will be sampled with; None if the output would depend on it.
@@ -90,7 +90,7 @@ class DecodeState:
     stats: SpecStats = field(default_factory=SpecStats)
     timed: bool = False
     grown: Grown | None = None
-    draft_cost: Callable[[], float | None] = lambda: None
+    draft_cost: float | None = None
     lookups: BatchLookup | None = None
     looked_up: Sequence[Row] = ()
     noise: SamplingNoise | None = None
@@ -99,19 +99,19 @@ class DecodeState:
     @property
     def tokens(self) -> list[list[int]]:
         """The tokens of each row so far, with the prompt, without padding."""
-        found: list[list[int]] = self.sequences.tokens
+        found: list[list[int]] = self.sequences.now.tokens
         return found
 
     @property
     def active(self) -> list[bool]:
         """Whether each row is unfinished."""
-        found: list[bool] = self.sequences.active
+        found: list[bool] = self.sequences.now.active
         return found
 
     @property
     def remaining(self) -> list[int]:
         """How many tokens each row may still emit."""
-        found: list[int] = self.sequences.remaining
+        found: list[int] = self.sequences.now.remaining
         return found
 
     def select(self, rows: Sequence[int]) -> None:

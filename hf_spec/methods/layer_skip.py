@@ -417,7 +417,7 @@ class Stage:
 
     def __init__(self, predictor: LayerSkipPredictor, state: DecodeState):
         self.predictor, self.state = predictor, state
-        cost = state.draft_cost()
+        cost = state.draft_cost
         # While it is unknown, drafting ends where tokens are no longer likely to be accepted.
         self.cost = predictor.exit.gamma * sum(state.active) if cost is None else cost
         self._lookups = [_Followed(row) for row in state.looked_up]

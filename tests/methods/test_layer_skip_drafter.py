@@ -17,6 +17,7 @@ import hf_spec
 from hf_spec.core.memory import forget
 from hf_spec.core.tree import Row, Tree
 from hf_spec.core.verify import HostResult
+from hf_spec.decoding.sequences import Snapshot
 from hf_spec.draft.state import DecodeState
 from hf_spec.methods.layer_skip import LayerSkipOptions, LayerSkipPredictor, ThresholdExit
 from hf_spec.modeling_patches.modules import CACHE
@@ -85,10 +86,8 @@ class Setting:
         prefilled = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
         cache = pack(prefilled[CACHE], mask, width + 16)
         target = Target(model, cache, torch.full((len(rows),), 1000))
-        sequences = SimpleNamespace(
-            tokens=rows, rows=range(len(rows)), active=[True] * len(rows),
-            remaining=[50] * len(rows),
-        )  # fmt: skip
+        self.now = Snapshot(rows, [True] * len(rows), [50] * len(rows))
+        sequences = SimpleNamespace(rows=range(len(rows)), now=self.now)
         self.state = DecodeState(
             model, None, target, cache, sequences,
             root=torch.tensor([row[-1] for row in rows]), do_sample=False,
@@ -223,7 +222,7 @@ def timed(
 ) -> tuple[Setting, Any]:
     one = setting(lengths)
     forget(one.model)
-    one.state.timed, one.state.draft_cost = True, lambda: price
+    one.state.timed, one.state.draft_cost = True, price
     return one, one.started(**{**SKIPS["layer 0"], "num_draft_tokens": 4, **options})
 
 
@@ -292,13 +291,13 @@ def test_drafting_ends_where_the_next_forward_is_not_worth_its_price(
 
 def test_rows_that_are_done_and_budgets_that_end(setting: Callable[..., Setting]) -> None:
     one, drafter = timed(setting, [5, 6], threshold=0.0)
-    rows = one.state.sequences
-    rows.active, rows.remaining = [False, True], [1, 3]
+    rows = one.now
+    rows.active[:], rows.remaining[:] = [False, True], [1, 3]
     tree = drafter.propose(one.state)
     assert tree.row_depths == (0, 2) and tree.row_sizes == (0, 6)
     one.state.timed = False
     assert drafter.propose(one.state).row_depths == (0, 2)  # of chains
-    one.state.timed, rows.remaining = True, [1, 1]
+    one.state.timed, rows.remaining[:] = True, [1, 1]
     tree = drafter.propose(one.state)
     assert tree.num_nodes == 1 and tree.host is not None
     assert tree.host.probs.tolist() == [[1.0], [1.0]]
