@@ -183,7 +183,7 @@ def _after_prompt(
     # The prompt's hidden states are the drafter's from here on, who may drop them.
     steps.first(prefilled)
     if getattr(config, "_warms_up", False):
-        steps.device.warm()
+        steps.warm()
     return steps
 
 

@@ -323,11 +323,11 @@ class LayerSkipPredictor(Predictor):
         if graphs is not None and self.learned is not None:
             graphs.hold(self.learned.weights.values())
 
-    def drafted(self, state: DecodeState) -> Tree | None:
+    def chosen(self, state: DecodeState, depth: int) -> Tree | None:
         samples = samples_drafts(self.options, state.do_sample)
         if self.options.draft_exit == POLICY and state.timed and not samples:
             return None
-        return self._chain(state, min(self.depth, state.max_depth), samples)
+        return self._chain(state, depth, samples)
 
     def catch_up(self, state: DecodeState) -> None:
         self._stage = Stage(self, state)
