@@ -81,8 +81,9 @@ class StepResult(NamedTuple):
 
     def of_rows(self, rows: Sequence[int]) -> StepResult:
         """The result of some of the batch's rows."""
-        host = self.host and HostResult(*([part[row] for row in rows] for part in self.host))
-        return StepResult(*(one[to_device(rows, one.device)] for one in self[:-1]), host)
+        tensors: Any = [one[to_device(rows, one.device)] for one in self[:-1]]
+        host: Any = self.host and [[part[row] for row in rows] for part in self.host]
+        return StepResult(*tensors)._replace(host=host and HostResult(*host))
 
     def packed(self) -> Tensor:
         """All that is on the device, as one tensor ``(batch, 4 + 2 (depth + 1))``."""

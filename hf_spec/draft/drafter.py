@@ -29,11 +29,28 @@ from hf_spec.target.target import ProbeInputs
 Outcome = tuple[StepResult, Tensor | None]
 #: Combinations of the rows' static trees whose tensors are cached.
 KEPT_STEPS = 256
-#: What a drafter has of its predictor.
-DECLARED = (
-    "reads", "trees", "unused", "can_sample", "policy_chooses", "runs", "probe_inputs", "group",
-    "depth", "drafting", "beside", "outside",
-)  # fmt: skip
+
+
+class _Asked:
+    """An attribute that a drafter asks its predictor for; one without has this value, or its own.
+
+    Args:
+        value: that of drafters that say nothing else.
+    """
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, drafter: Drafter | None, owner: type) -> Any:
+        predictor = None if drafter is None else drafter.predictor
+        return self._value if predictor is None else getattr(predictor, self._name)
+
+
+def _asked(value: Any) -> Any:
+    return _Asked(value)
 
 
 class Drafter(CandidateGenerator):
@@ -67,28 +84,27 @@ class Drafter(CandidateGenerator):
             ones depends on their tokens, so a pruned tree must not carry distributions.
     """
 
-    reads: Reads = Reads()
-    trees: ClassVar[Mapping[str, MakeTree | None]] = {}
-    unused: ClassVar[Sequence[str]] = TREE_OPTIONS
+    reads: Reads = _asked(Reads())
+    trees: Mapping[str, MakeTree | None] = _asked({})
+    unused: Sequence[str] = _asked(TREE_OPTIONS)
     drafts: ClassVar[bool] = True
-    can_sample: ClassVar[bool] = False
-    policy_chooses: bool = False
-    runs: ClassVar[str] = ""
-    probe_inputs: ProbeInputs | None = None
-    group: ProbeGroup = ProbeGroup.causal(0)
-    depth: int = 0
-    drafting: Changes | None = None
-    beside: Sequence[nn.Module] = ()
-    outside: str | None = None
+    can_sample: bool = _asked(False)
+    policy_chooses: bool = _asked(False)
+    runs: str = _asked("")
+    probe_inputs: ProbeInputs | None = _asked(None)
+    group: ProbeGroup = _asked(ProbeGroup.causal(0))
+    depth: int = _asked(0)
+    drafting: Changes | None = _asked(None)
+    beside: Sequence[nn.Module] = _asked(())
+    outside: str | None = _asked(None)
     pruning: Pruning | None = None
+    predictor: Predictor | None = None
 
     def __init__(
         self, model: PreTrainedModel, options: DraftOptions, predictor: Predictor | None = None
     ):
         self.model, self.predictor = model, predictor
         self.options: Any = options  # of the method's own class
-        if predictor is not None:
-            self.__dict__.update({name: getattr(predictor, name) for name in DECLARED})
         self._taken = 0  # nodes with tokens of the last step that drafted
         self._next_trust: Sequence[float] = ()  # of the trees that a program grows
         #: This step's trees and their trust. Lookups may be merged into what is forwarded.
@@ -115,7 +131,6 @@ class Drafter(CandidateGenerator):
         """Called once, before the prompt's :meth:`advance`."""
         if self.predictor is not None:
             self.predictor.start(state)
-            self.outside = self.predictor.outside
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         """Called when tokens have been committed, in the prompt, whose tokens are then the accepted
