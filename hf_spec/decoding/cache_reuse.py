@@ -13,7 +13,7 @@ from hf_spec.cache.tree_cache import TreeCache, unpack_into
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.draft.state import DecodeState
 from hf_spec.modeling_patches.attention_masks import local_attention
-from hf_spec.modeling_patches.dynamic_rope import recompute_end
+from hf_spec.modeling_patches.dynamic_rope import DynamicRope, recompute_end
 from hf_spec.modeling_patches.fingerprint import ALIKE
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
 from hf_spec.modeling_patches.modules import CACHE
@@ -302,12 +302,10 @@ def begin_rope(target: Target, owner: CacheOwner) -> None:
         rope.recomputes = longest == sequences.width
 
 
-def advance_rope(state: DecodeState) -> None:
+def advance_rope(state: DecodeState, rope: DynamicRope) -> None:
     """Before a step, set the length that rotary frequencies follow, and compute the cache anew
     where plain generation does."""
-    rope, cache = state.target.rope, state.cache
-    if rope is None:
-        return
+    cache = state.cache
     left = min(n for n, active in zip(state.remaining, state.active) if active)
     rope.move(rope.last + 1 - left)
     if rope.recomputes and rope.length > rope.end:

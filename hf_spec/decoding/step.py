@@ -188,7 +188,8 @@ class Steps:
         """One step of all rows: draft, forward, verify, commit, learn."""
         state, drafter, watch = self.state, self.strategy.drafter, self.watch
         prepared, state.draft_cost = state.target.prepared, self.policy.draft_cost()
-        self.strategy.run(advance_rope, state)
+        if state.target.rope is not None:
+            self.strategy.run(advance_rope, state, state.target.rope)
         with watch.phase("draft"):
             tree, repeats = self._draft()
         grows = not self.policy.paused
@@ -217,12 +218,13 @@ class Steps:
         """The step's trees, and whether they repeat earlier answers, which says nothing of the
         strategy."""
         state, policy, limits = self.state, self.policy, _depth_limits(self.state)
-        known = None if self.earlier is None else self.earlier.rows(state)
+        alone, known = self.strategy.alone, None
+        if self.earlier is not None and not alone:
+            known = self.earlier.rows(state)
         if known is not None:
             self._end(False)
             return Tree.of_rows(known, state.root.device).within(limits), True
-        plain = self.strategy.alone or not policy.drafts(state.lookups is not None)
-        if plain or not any(limits):
+        if alone or not (policy.drafts(state.lookups is not None) and any(limits)):
             self._end(False)
             return Tree.roots(state.root), False
         lookups, drafter = state.lookup(), self.strategy.drafter
