@@ -92,8 +92,9 @@ def test_one_read_per_step(
     with counted(monkeypatch) as seen:
         output = generate(model, ragged(), max_new_tokens=70, **kwargs)
     steps = output.spec_stats.num_steps
-    # Some more to begin with, and while rows end, when it matters how many tokens are left.
-    expected, more = READS_OF.get(kwargs["assistant_strategy"], 1) * steps, 30
+    # Some more to begin with, while rows end, when it matters how many tokens are left, and where a
+    # size is recorded that the first call did not have.
+    expected, more = READS_OF.get(kwargs["assistant_strategy"], 1) * steps, 40
     assert more < steps and len(seen) < expected + more, (steps, len(seen))
 
 
