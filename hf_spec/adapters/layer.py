@@ -12,7 +12,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from hf_spec.adapters.checkpoint import Origin
+from hf_spec.adapters.checkpoint import PEFT_PREFIX, Origin
 from hf_spec.core.checks import MAX_ALPHA, number
 from hf_spec.modeling_patches.low_rank import Factors, LowRank
 from hf_spec.modeling_patches.modules import compiled
@@ -81,6 +81,12 @@ class Adapter(nn.Module):
                 found |= {f"{path}.{name}".lstrip("."): getattr(part, name) for name, _ in own}
         found.pop(FORMAT, None)
         return found
+
+    def for_file(self) -> dict[str, Tensor]:
+        """Its tensors by the names that a file of weights has."""
+        kind = type(self.config).type_name
+        prefix = f"{PEFT_PREFIX}{CONTAINER}.{_key(kind)}.{prefix_of(kind)}"
+        return {prefix + name: one.cpu().contiguous() for name, one in self.state_dict().items()}
 
     def set_vocabulary(self, tokens: Tensor, model: Any) -> None:
         """Set the draft vocabulary of a new adapter that has one: ``(tokens,)`` int64 ids in
