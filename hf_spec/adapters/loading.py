@@ -18,7 +18,6 @@ from peft import (
     inject_adapter_in_model,
 )
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors.torch import save_file
 from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils.loading_report import LoadStateDictInfo
@@ -238,6 +237,8 @@ def save_unattached(adapter: Adapter, folder: Path) -> None:
             f"{str(folder)!r} holds an adapter of type {found}, in whose place one of type {kind} "
             "would be written. Choose another folder."
         )
+    from safetensors.torch import save_file
+
     config = copy.copy(adapter.config)
     config.inference_mode = True
     with replacing_adapter(folder) as temporary:

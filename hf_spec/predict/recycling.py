@@ -9,14 +9,18 @@ section 3.1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.layer import Adapter
+from hf_spec.adapters.loading import find_active
 from hf_spec.core.device import to_device
-from hf_spec.core.memory import recall
+from hf_spec.core.memory import locked, recall
 from hf_spec.core.shapes import TreeStates
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
@@ -24,13 +28,15 @@ from hf_spec.draft.grow import Children, Frontier
 from hf_spec.draft.options import ADAPTIVE, CHAIN
 from hf_spec.draft.predictor import Holds, Predictor
 from hf_spec.draft.state import DecodeState
-from hf_spec.modeling_patches.weights import vocabulary
+from hf_spec.modeling_patches.weights import made_anew, vocabulary
 from hf_spec.predict.table import chain_tree, static_tree
 from hf_spec.target.hidden_states import NUM_READ, Predicted, Reads, gather_hidden
 from hf_spec.target.noise import TRUST
 
 #: Most tokens of a context.
 ORDERS = 3
+#: Entries of contexts of each length above one, if neither options nor an adapter say how many.
+TABLE_SIZE = 1 << 17
 #: Log-probability that is added to an entry's, by the length of its context.
 TRUSTED = (-0.5, -0.1, -0.1)
 #: Ranks of accepted nodes are larger than those of all others.
@@ -62,7 +68,7 @@ class SuccessorTable(Holds):
     held: ClassVar[Sequence[str]] = ("keys", "successors", "log_probs", "trusted")
 
     def __init__(self, vocab: int, size: int, device: torch.device):
-        self.vocab, self.size = vocab, largest_prime(size)
+        self.vocab, self.wanted, self.size = vocab, size, largest_prime(size)
         entries, width = vocab + (ORDERS - 1) * self.size, min(NUM_READ, vocab)
         self.keys = torch.full((entries + 1,), -1, dtype=torch.int64, device=device)
         self.successors = torch.zeros(entries + 1, width, dtype=torch.int32, device=device)
@@ -118,6 +124,53 @@ class SuccessorTable(Holds):
         self.successors[places] = following.to(self.successors.dtype).expand(ORDERS, -1, -1)
         self.log_probs[places] = log_probs.to(self.log_probs.dtype).expand(ORDERS, -1, -1)
 
+    def learn_text(self, before: Tensor, found: Predicted) -> None:
+        """Enter what the model predicts after the nodes of chains, one after the other; ``before``:
+        see :meth:`learn`."""
+        for part in found.parts(AT_ONCE):
+            order = torch.arange(part.tokens.shape[1], device=part.tokens.device)
+            self.learn(before, part, order.expand_as(part.tokens))
+            before = torch.cat([before, part.tokens], 1)[:, 1 - ORDERS :]
+
+    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What it knows, but for contexts that reach before a text.
+
+        Returns:
+            The contexts ``(n, ORDERS)`` int32, latest token last, with -1 in front of shorter ones;
+            successors and log-probabilities ``(n, NUM_READ)``.
+        """
+        place = (self.keys[:-1] >= 0).nonzero()[:, 0]
+        length = 1 + (1 + (place - self.vocab).div(self.size, rounding_mode="floor")).clamp(min=0)
+        keys, columns = self.keys[place], []
+        for back in range(ORDERS):
+            columns.append((keys % (self.vocab + 1)).masked_fill(length <= back, -1))
+            keys = keys // (self.vocab + 1)
+        contexts = torch.stack(columns[::-1], -1)
+        inside = (contexts < self.vocab).all(-1)
+        place = place[inside]
+        return contexts[inside].int(), self.successors[place], self.log_probs[place]
+
+    def enter(self, contexts: Tensor, successors: Tensor, log_probs: Tensor) -> None:
+        """Enter what :meth:`entries` gives of a table, which may be of another size; of several
+        contexts with the same entry here, the last one. What no table of this vocabulary can hold
+        is left out."""
+        contexts, length = contexts.long(), (contexts >= 0).sum(-1)
+        fits = (contexts < self.vocab).all(-1) & (length > 0)
+        fits &= ((successors >= 0) & (successors < self.vocab)).all(-1)
+        keys, places = (
+            one.gather(-1, (length - 1).clamp(min=0)[:, None])[:, 0]
+            for one in self.places(contexts)
+        )
+        places = places.masked_fill(~fits, len(self.keys) - 1)
+        order = torch.arange(len(places), device=places.device)
+        last = torch.full_like(self.keys, -1).scatter_reduce(0, places, order, "amax")
+        kept = fits & (last[places] == order)
+        places, width = places[kept], min(self.successors.shape[1], successors.shape[1])
+        self.keys[places] = keys[kept]
+        self.log_probs[places] = -torch.inf  # where it has more successors
+        self.successors[places, :width] = successors[kept, :width]
+        self.log_probs[places, :width] = log_probs[kept, :width].to(self.log_probs.dtype)
+
 
 def contexts_of(before: Tensor, found: Predicted) -> Tensor:
     """The last tokens at the nodes of trees, themselves included: ``(batch, nodes, ORDERS)``;
@@ -134,7 +187,8 @@ def contexts_of(before: Tensor, found: Predicted) -> Tensor:
 
 
 class RecyclingPredictor(Predictor):
-    """Predicts from a :class:`SuccessorTable`, which it fills as the model verifies drafts."""
+    """Predicts from a :class:`SuccessorTable`, which it fills as the model verifies drafts. The
+    table of an active adapter is where it starts, on a copy."""
 
     reads = Reads("nodes")
     trees = {CHAIN: chain_tree}
@@ -144,6 +198,7 @@ class RecyclingPredictor(Predictor):
 
     def __init__(self, model: Any, options: Any):
         super().__init__(model, options)
+        self.adapter = find_active(model, "TOKEN_RECYCLING", options.adapter)
         self.depth = options.max_depth
         if options.tree != ADAPTIVE:
             tree = static_tree(options, self.trees, self.depth)
@@ -155,17 +210,38 @@ class RecyclingPredictor(Predictor):
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
-        size, device, vocab = self.options.table_size, state.root.device, vocabulary(self.model)
-
-        def make() -> SuccessorTable:
-            return SuccessorTable(vocab, size, device)
-
-        key = type(self), size, str(device), vocab
-        self.table = recall(self.model, key, make) if self.options.keep_table else make()
+        device, vocab = state.root.device, vocabulary(self.model)
+        self.table = self._table(vocab, device)
         none = [vocab] * (ORDERS - 1)
         before = [[*none, *row][1 - ORDERS :] for row in state.tokens]
         self._before = to_device(before, device)
         self.num_predicted = [self.depth] * state.batch_size
+
+    @property
+    def table_size(self) -> int:
+        """As the option says, or as large as the adapter's was."""
+        made_with = TABLE_SIZE if self.adapter is None else self.adapter.config.table_size
+        return int(self.options.table_size or made_with)
+
+    def _new_table(self, vocab: int, device: torch.device) -> SuccessorTable:
+        table = SuccessorTable(vocab, self.table_size, device)
+        if self.adapter is not None:
+            table.enter(*(one.to(device) for one in self.adapter.tensors().values()))
+        return table
+
+    def _table(self, vocab: int, device: torch.device) -> SuccessorTable:
+        """The table that calls share, or one of this call."""
+        adapter, make = self.adapter, partial(self._new_table, vocab, device)
+        if not self.options.keep_table:
+            return make()
+        key = type(self), self.table_size, str(device), vocab
+        if adapter is None:
+            table = recall(self.model, key, make)
+        else:
+            tables = recall(self.model, (*key, Adapter), WeakKeyDictionary)
+            table = _of_adapter(tables, adapter, make)
+        recall(self.model, LAST, dict)[LAST] = table
+        return table
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         if hidden is None:  # after the prompt
@@ -199,12 +275,11 @@ class RecyclingPredictor(Predictor):
 
     def chain(self, input_ids: Tensor) -> list[int]:
         model, device, none = self.model, input_ids.device, vocabulary(self.model)
-        table = SuccessorTable(none, self.options.table_size, device)
+        table = self._new_table(none, device)
         before = input_ids.new_full((1, ORDERS - 1), none)
         found = Predicted.of(Tree.chain(input_ids), model(input_ids).logits.to(device))
-        for rows in found.parts(AT_ONCE):
-            table.learn(before, rows, torch.arange(rows.tokens.shape[1], device=device)[None])
-            before = torch.cat([before, rows.tokens], 1)[:, 1 - ORDERS :]
+        table.learn_text(before, found)
+        before = torch.cat([before, input_ids], 1)[:, 1 - ORDERS :]
         tokens = [int(found.following[0, -1, 0])]
         while len(tokens) <= self.depth:
             text = torch.cat([before, input_ids.new_tensor([tokens])], 1)
@@ -213,6 +288,26 @@ class RecyclingPredictor(Predictor):
                 break
             tokens.append(int(following[0, 0]))
         return tokens
+
+
+#: Key of the table that the last call has filled, if it is kept.
+LAST = "last_table"
+
+
+@locked
+def _of_adapter(
+    tables: MutableMapping[Adapter, Any], adapter: Adapter, make: Callable[[], SuccessorTable]
+) -> SuccessorTable:
+    """The table that began as an adapter's, unless other tensors have been loaded into that."""
+    tensors = adapter.tensors().values()
+    version = [(one.data_ptr(), None if one.is_inference() else one._version) for one in tensors]
+    return made_anew(tables, adapter, (), make, version)
+
+
+def learned_table(model: Any) -> SuccessorTable | None:
+    """The table that the last call with a model has filled; None if there is none, or it was not
+    kept."""
+    return recall(model, LAST, dict).get(LAST)
 
 
 class Successors:
