@@ -108,7 +108,8 @@ class AnswersTable:
         self.model, self.config = model, adapter.config
         self.vocab, self.device = vocabulary(model), placement(model).device
         self.table = SuccessorTable(self.vocab, adapter.config.table_size, self.device)
-        self.table.enter(*(one.to(self.device) for one in adapter.tensors().values()))
+        known = adapter.tensors().items()
+        self.table.enter(**{name: one.to(self.device) for name, one in known})
 
     @torch.no_grad()
     def learn(self, batch: TrainingBatch) -> None:

@@ -9,6 +9,7 @@ section 3.1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import find_active
-from hf_spec.core.device import to_device
+from hf_spec.core.device import is_async, to_device
 from hf_spec.core.memory import locked, recall
 from hf_spec.core.shapes import TreeStates
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.draft.grow import Children, Frontier
+from hf_spec.draft.grow import Children, Frontier, GoesOn
 from hf_spec.draft.options import ADAPTIVE, CHAIN
 from hf_spec.draft.predictor import Holds, Predictor
 from hf_spec.draft.state import DecodeState
@@ -38,11 +39,13 @@ ORDERS = 3
 #: Entries of contexts of each length above one, if neither options nor an adapter say how many.
 TABLE_SIZE = 1 << 17
 #: Log-probability that is added to an entry's, by the length of its context.
-TRUSTED = (-0.5, -0.1, -0.1)
+TRUSTED = (-0.6, -0.35, -0.05)
 #: Ranks of accepted nodes are larger than those of all others.
 MAX_NODES = 1 << 20
 #: Tokens of a text that are entered at once.
 AT_ONCE = 256
+#: Where the host may read, a tree ends at a level whose paths are all less likely.
+UNLIKELY = math.log(0.01)
 #: The mean of Gumbel noise, for all tokens that an entry does not name.
 MEAN_NOISE = 0.5772
 
@@ -226,13 +229,14 @@ class RecyclingPredictor(Predictor):
     def _new_table(self, vocab: int, device: torch.device) -> SuccessorTable:
         table = SuccessorTable(vocab, self.table_size, device)
         if self.adapter is not None:
-            table.enter(*(one.to(device) for one in self.adapter.tensors().values()))
+            table.enter(**{name: one.to(device) for name, one in self.adapter.tensors().items()})
         return table
 
     def _table(self, vocab: int, device: torch.device) -> SuccessorTable:
         """The table that calls share, or one of this call."""
         adapter, make = self.adapter, partial(self._new_table, vocab, device)
-        if not self.options.keep_table:
+        # Where the output depends on drafts, these must not depend on earlier calls.
+        if not self.options.keep_table or self.options.acceptance == "typical":
             return make()
         key = type(self), self.table_size, str(device), vocab
         if adapter is None:
@@ -249,7 +253,8 @@ class RecyclingPredictor(Predictor):
         assert self.table is not None and self._before is not None
         before, found = self._before, Predicted.unpacked(hidden.to(self._before.device))
         order = torch.arange(found.tokens.shape[1], device=before.device)
-        accepted = order[: result.path.shape[1]] < result.counts[:, None]
+        depth = torch.arange(result.path.shape[1], device=before.device)
+        accepted = depth < result.counts[:, None]
         # What was accepted is entered last, the latest at the end; of the rest the likeliest.
         rank = torch.where(found.valid, len(order) - order, -1)
         ahead = torch.where(accepted, MAX_NODES + result.path, 0)
@@ -263,7 +268,10 @@ class RecyclingPredictor(Predictor):
         super().select(rows)
         self.num_predicted = [self.depth] * len(rows)
 
-    def ready(self, tree: Any, grows: bool) -> bool:
+    def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
+        return depth, None if is_async(state.root.device) else _goes_on
+
+    def ready(self, tree: Tree, grows: bool) -> bool:
         return True
 
     def num_levels(self, state: DecodeState, grows: bool) -> int:
@@ -340,6 +348,11 @@ class Successors:
             found = found.gather(-1, order)
             log_probs = log_probs.masked_fill(log_probs.isnan(), -torch.inf)
         return Children(found, log_probs)
+
+
+def _goes_on(frontier: Frontier) -> bool:
+    """Whether a path down to this level is likely enough to be drafted further."""
+    return bool(frontier.log_probs.max() > UNLIKELY)
 
 
 def largest_prime(most: int) -> int:

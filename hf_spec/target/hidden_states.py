@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -211,6 +212,34 @@ class Reads:
 NO_STATES = Reads()
 #: Likeliest tokens after each node that are read, see :class:`Predicted`.
 NUM_READ = 8
+#: Tokens of the vocabulary that are looked at together.
+TOGETHER = 128
+#: All other tokens of a block are as likely as so many of its likeliest one, less this one
+#: (SmolLM2: the mean error of log-probabilities is 0.00, the largest 0.3).
+OTHERS = 1.7
+
+
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The ``count`` largest of logits ``(..., vocab)``, or all of a smaller vocabulary, in a
+    fraction of the time of ``topk`` and ``logsumexp``.
+
+    Returns:
+        Their indices ``(..., count)``, largest first, their values in float32, and about the
+        logarithm of the sum of all logits' exponentials, ``(..., 1)`` float32.
+    """
+    count = min(count, logits.shape[-1])
+    if missing := -logits.shape[-1] % TOGETHER:
+        logits = pad(logits, (0, missing), value=-torch.inf)
+    blocks = logits.unflatten(-1, (-1, TOGETHER))
+    largest = blocks.amax(-1)
+    best = largest.topk(min(count, largest.shape[-1]), dim=-1).indices
+    inside = blocks.gather(-2, best[..., None].expand(*best.shape, TOGETHER))
+    found = inside.flatten(-2).topk(count, dim=-1)
+    block, place = found.indices // TOGETHER, found.indices % TOGETHER
+    others = largest.scatter(-1, best, -torch.inf).float().logsumexp(-1, keepdim=True)
+    total = inside.flatten(-2).float().logsumexp(-1, keepdim=True)
+    total = torch.logaddexp(total, others + math.log(OTHERS))
+    return best.gather(-1, block) * TOGETHER + place, found.values.float(), total
 
 
 class Predicted(NamedTuple):
@@ -220,9 +249,9 @@ class Predicted(NamedTuple):
         tokens: ``(batch, nodes)`` int64, of the nodes.
         parents: ``(batch, nodes)`` int64, -1 for the root.
         valid: ``(batch, nodes)`` bool, False for padding.
-        following: ``(batch, nodes, NUM_READ)`` int64 likeliest tokens, in descending order; all of
-            a smaller vocabulary.
-        log_probs: ``(batch, nodes, NUM_READ)`` float32, before any logits processor.
+        following: ``(batch, nodes, NUM_READ)`` int64 likeliest tokens, in descending order.
+        log_probs: ``(batch, nodes, NUM_READ)`` float32, before any logits processor, roughly:
+            see :func:`likeliest`.
     """
 
     tokens: Tensor
@@ -234,10 +263,8 @@ class Predicted(NamedTuple):
     @classmethod
     def of(cls, tree: Tree, logits: Tensor) -> Predicted:
         """Of trees without probes; ``logits``: ``(batch, nodes, vocab)``."""
-        best = logits.topk(min(NUM_READ, logits.shape[-1]), dim=-1)
-        others = (logits - best.values[..., :1]).exp().sum(-1, keepdim=True, dtype=torch.float32)
-        log_probs = best.values - best.values[..., :1].float() - others.log()
-        return cls(tree.tokens, tree.parents, tree.valid, best.indices, log_probs)
+        following, values, total = likeliest(logits, NUM_READ)
+        return cls(tree.tokens, tree.parents, tree.valid, following, values - total)
 
     def packed(self) -> Tensor:
         """As one tensor ``(batch, nodes, 3 + 2 * NUM_READ)`` of float32, which represents integers
