@@ -181,7 +181,7 @@ def train(
     if method.fit is not None:
         if callbacks:
             raise ValueError(
-                f"callbacks: {method_name!r} is trained without a Trainer. Leave it out."
+                f"callbacks: {method_name!r} is trained without a Trainer. Leave them out."
             )
         check_model(model)
         check_tree_forward(model, "training")
