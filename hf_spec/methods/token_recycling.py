@@ -85,7 +85,7 @@ class TableAdapter(Adapter):
         return super()._apply(apply, recurse)
 
     @classmethod
-    def of(cls, table: SuccessorTable, config: TokenRecyclingConfig, model: Any) -> Self:
+    def of(cls, table: SuccessorTable, config: TokenRecyclingConfig, model: Any) -> Adapter:
         """What a table knows, as an adapter of a model; other fields are those of a config."""
         tensors = dict(zip(("contexts", "successors", "log_probs"), table.entries(), strict=True))
         entries, successors = tensors["successors"].shape
@@ -135,7 +135,7 @@ class AnswersTable:
         return TableAdapter.of(self.table, self.config, self.model)
 
 
-def save_table(model: Any, folder: str | os.PathLike[str]) -> None:
+def save_table(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Write what calls with ``token_recycling`` have learned in this process as an adapter, from
     which calls of another process may start.
 

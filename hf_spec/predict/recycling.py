@@ -10,7 +10,7 @@ section 3.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -242,9 +242,8 @@ class RecyclingPredictor(Predictor):
         if adapter is None:
             table = recall(self.model, key, make)
         else:
-            tables = recall(self.model, (*key, Adapter), WeakKeyDictionary)
-            table = _of_adapter(tables, adapter, make)
-        recall(self.model, LAST, dict)[LAST] = table
+            table = _of_adapter(self.model, (*key, Adapter), adapter, make)
+        _last(self.model)[LAST] = table
         return table
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
@@ -302,11 +301,16 @@ class RecyclingPredictor(Predictor):
 LAST = "last_table"
 
 
+def _last(model: Any) -> dict[str, SuccessorTable]:
+    return recall(model, LAST, dict)
+
+
 @locked
 def _of_adapter(
-    tables: MutableMapping[Adapter, Any], adapter: Adapter, make: Callable[[], SuccessorTable]
+    model: Any, key: Hashable, adapter: Adapter, make: Callable[[], SuccessorTable]
 ) -> SuccessorTable:
     """The table that began as an adapter's, unless other tensors have been loaded into that."""
+    tables: WeakKeyDictionary[Adapter, Any] = recall(model, key, WeakKeyDictionary)
     tensors = adapter.tensors().values()
     version = [(one.data_ptr(), None if one.is_inference() else one._version) for one in tensors]
     return made_anew(tables, adapter, (), make, version)
@@ -315,7 +319,7 @@ def _of_adapter(
 def learned_table(model: Any) -> SuccessorTable | None:
     """The table that the last call with a model has filled; None if there is none, or it was not
     kept."""
-    return recall(model, LAST, dict).get(LAST)
+    return _last(model).get(LAST)
 
 
 class Successors:
