@@ -38,8 +38,11 @@ from hf_spec.target.noise import TRUST
 ORDERS = 3
 #: Entries of contexts of each length above one, if neither options nor an adapter say how many.
 TABLE_SIZE = 1 << 17
-#: Log-probability that is added to an entry's, by the length of its context.
-TRUSTED = (-0.6, -0.35, -0.05)
+#: How far the probabilities of an entry are trusted, by the length of its context, and the weight
+#: that it has beside those of other lengths (docs/inside/appendix_choices.md).
+TRUSTED, WEIGHTS = (0.55, 0.7, 0.95), (1.0, 2.0, 5.0)
+#: Likeliest successors of a context that are looked at.
+WIDTH = 12
 #: Ranks of accepted nodes are larger than those of all others.
 MAX_NODES = 1 << 20
 #: Tokens of a text that are entered at once.
@@ -65,10 +68,10 @@ class SuccessorTable(Holds):
         keys: ``(entries + 1,)`` int64, -1 for an empty entry. The last one takes what is left out.
         successors: ``(entries + 1, NUM_READ)`` int32 tokens.
         log_probs: ``(entries + 1, NUM_READ)`` float16.
-        trusted: ``(ORDERS,)`` :data:`TRUSTED`.
+        trusted, weights: ``(ORDERS,)`` float32, see :data:`TRUSTED`.
     """
 
-    held: ClassVar[Sequence[str]] = ("keys", "successors", "log_probs", "trusted")
+    held: ClassVar[Sequence[str]] = ("keys", "successors", "log_probs", "trusted", "weights")
 
     def __init__(self, vocab: int, size: int, device: torch.device):
         self.vocab, self.wanted, self.size = vocab, size, largest_prime(size)
@@ -76,7 +79,7 @@ class SuccessorTable(Holds):
         self.keys = torch.full((entries + 1,), -1, dtype=torch.int64, device=device)
         self.successors = torch.zeros(entries + 1, width, dtype=torch.int32, device=device)
         self.log_probs = torch.zeros(entries + 1, width, dtype=torch.float16, device=device)
-        self.trusted = to_device(TRUSTED, device)
+        self.trusted, self.weights = to_device([TRUSTED, WEIGHTS], device)
 
     @property
     def nbytes(self) -> int:
@@ -97,15 +100,22 @@ class SuccessorTable(Holds):
         return torch.stack(keys, -1), torch.stack(found, -1)
 
     def find(self, contexts: Tensor) -> tuple[Tensor, Tensor]:
-        """What followed the longest context that is known: tokens ``(..., width)`` int64, and
-        their log-probabilities, float32; -inf where none is known."""
+        """What has followed contexts ``(..., ORDERS)``: tokens ``(..., WIDTH)`` int64, likeliest
+        first, and their log-probabilities, float32; -inf where nothing is known.
+
+        The entries of all lengths are averaged, longer ones with more weight.
+        """
         keys, places = self.places(contexts)
-        known = self.keys[places] == keys
-        order = torch.where(known, torch.arange(ORDERS, device=keys.device), -1).amax(-1)
-        place = places.gather(-1, order.clamp(min=0)[..., None])[..., 0]
-        log_probs = self.log_probs[place].float() + self.trusted[order][..., None]
-        log_probs = log_probs.masked_fill((order < 0)[..., None], -torch.inf)
-        return self.successors[place].long(), log_probs
+        known = torch.where(self.keys[places] == keys, self.weights, 0.0)
+        share = known / known.sum(-1, keepdim=True).clamp(min=1e-9) * self.trusted
+        chances = self.log_probs[places].float().exp() * share[..., None]
+        chances, tokens = chances.flatten(-2), self.successors[places].flatten(-2)
+        same = tokens[..., :, None] == tokens[..., None, :]
+        order = torch.arange(tokens.shape[-1], device=tokens.device)
+        again = (same & (order < order[:, None])).any(-1)
+        total = (same * chances[..., None, :]).sum(-1).masked_fill(again, 0.0)
+        best = total.topk(min(WIDTH, total.shape[-1]), dim=-1)
+        return tokens.gather(-1, best.indices).long(), best.values.log()
 
     def learn(self, before: Tensor, found: Predicted, rank: Tensor) -> None:
         """Enter what the model predicts after the nodes of trees.
