@@ -45,6 +45,8 @@ TRUSTED, WEIGHTS = (0.55, 0.7, 0.95), (1.0, 2.0, 5.0)
 WIDTH = 12
 #: Ranks of accepted nodes are larger than those of all others.
 MAX_NODES = 1 << 20
+#: Log-probability of what is never predicted.
+LEAST = torch.finfo(torch.float16).min
 #: Tokens of a text that are entered at once.
 AT_ONCE = 256
 #: Where the host may read, a tree ends at a level whose paths are all less likely.
@@ -161,7 +163,8 @@ class SuccessorTable(Holds):
         contexts = torch.stack(columns[::-1], -1)
         inside = (contexts < self.vocab).all(-1)
         place = place[inside]
-        return contexts[inside].int(), self.successors[place], self.log_probs[place]
+        log_probs = self.log_probs[place].clamp(min=LEAST)  # finite, as files must be
+        return contexts[inside].int(), self.successors[place], log_probs
 
     def enter(self, contexts: Tensor, successors: Tensor, log_probs: Tensor) -> None:
         """Enter what :meth:`entries` gives of a table, which may be of another size; of several
@@ -180,7 +183,7 @@ class SuccessorTable(Holds):
         kept = fits & (last[places] == order)
         places, width = places[kept], min(self.successors.shape[1], successors.shape[1])
         self.keys[places] = keys[kept]
-        self.log_probs[places] = -torch.inf  # where it has more successors
+        self.log_probs[places] = LEAST  # where it has more successors
         self.successors[places, :width] = successors[kept, :width]
         self.log_probs[places, :width] = log_probs[kept, :width].to(self.log_probs.dtype)
 
