@@ -15,11 +15,6 @@ SETTINGS: dict[str, Any] = {
     "max_steps": 6, "eval_steps": 3, "held_out": 4, "served_prompts": 2, "served_tokens": 8,
     "per_device_train_batch_size": 4, "num_anchors": 4, "learning_rate": 1e-2,
 }  # fmt: skip
-#: Of a training without a Trainer.
-ONE_PASS = {
-    name: SETTINGS[name]
-    for name in ("held_out", "served_prompts", "served_tokens", "per_device_train_batch_size")
-}
 _SPACE = {"num_mask_tokens": 2, "rank": 2, "markov_rank": 0}
 #: Method and config by name.
 TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,7 +31,6 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {"ttt_steps": 3, "draft_vocab_size": 40}),
     "peagle": ("eagle3", {"ttt_steps": 3, "draft_vocab_size": 40, "mask_token_id": 3}),
     "layer_skip": ("layer_skip", {"skip_mlp": [0], "draft_rank": 2}),
-    "table": ("token_recycling", {"table_size": 2000}),
 }
 
 
@@ -74,8 +68,7 @@ def trained_in(root: Path, name: str) -> Path:
     with FileLock(root / f"{name}.lock"):
         if not (folder / "training.json").is_file():
             model, before = make_model(), make_model().state_dict()
-            settings = ONE_PASS if name == "table" else SETTINGS
-            train(model, answers(), method, folder, config, settings)
+            train(model, answers(), method, folder, config, SETTINGS)
             assert same(model.state_dict(), before) == (name != "full"), "only its base changes"
             assert all(parameter.requires_grad for parameter in model.parameters())
     return folder

@@ -8,7 +8,7 @@ import pytest
 import torch
 from running import drafting
 from tiny_checkpoint import make_model, save_checkpoint
-from trained import ONE_PASS, SETTINGS, Stop, answers, as_options, record, same, weights
+from trained import SETTINGS, Stop, answers, as_options, record, same, weights
 
 import hf_spec
 from hf_spec.methods.registry import methods
@@ -22,6 +22,11 @@ from hf_spec.tools.training.train import train
 
 NAME = "token_recycling"
 FIT: Any = methods()[NAME].fit
+#: Settings of a training without a Trainer.
+ONE_PASS = {
+    name: SETTINGS[name]
+    for name in ("held_out", "served_prompts", "served_tokens", "per_device_train_batch_size")
+}
 
 
 def own_answers(count: int = 10, length: int = 20) -> Any:
