@@ -157,7 +157,8 @@ def save_table(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     if table is None:
         raise ValueError(
             f"save_table: no call with this {type(base).__name__} has kept a table. First generate "
-            "with assistant_strategy='token_recycling', and without keep_table=False."
+            "with assistant_strategy='token_recycling', without keep_table=False or "
+            "acceptance='typical'."
         )
     with torch.inference_mode(False), torch.no_grad():
         config = TokenRecyclingConfig(table_size=table.wanted)

@@ -180,7 +180,7 @@ class SuccessorTable(Holds):
         places = places.masked_fill(~fits, len(self.keys) - 1)
         order = torch.arange(len(places), device=places.device)
         last = torch.full_like(self.keys, -1).scatter_reduce(0, places, order, "amax")
-        kept = fits & (last[places] == order)
+        kept = fits & (last[places] == order)  # a GPU would write any of several
         places, width = places[kept], min(self.successors.shape[1], successors.shape[1])
         self.keys[places] = keys[kept]
         self.log_probs[places] = LEAST  # where it has more successors

@@ -333,6 +333,7 @@ def train(
       hf-spec train medusa --model M --data D --output ./medusa --num-heads 3 --max-steps 400
       hf-spec train medusa --model M --data D --output ./medusa --resume --report-to tensorboard
       hf-spec train medusa --adapter ./medusa --model M --data D2 --output ./medusa-2
+      hf-spec train token_recycling --model M --data ./answers --output ./table
       hf-spec train --recipe docs/recipes/qwen3-0.6b.yaml --data ./answers --output ./medusa
     """
     if method is None:
