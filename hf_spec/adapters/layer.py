@@ -12,7 +12,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from hf_spec.adapters.checkpoint import PEFT_PREFIX, Origin
+from hf_spec.adapters.checkpoint import PEFT_PREFIX, Origin, check_weights
 from hf_spec.core.checks import MAX_ALPHA, number
 from hf_spec.modeling_patches.low_rank import Factors, LowRank
 from hf_spec.modeling_patches.modules import compiled
@@ -82,11 +82,23 @@ class Adapter(nn.Module):
         found.pop(FORMAT, None)
         return found
 
+    @property
+    def _prefix(self) -> str:
+        kind = type(self.config).type_name
+        return f"{CONTAINER}.{_key(kind)}.{prefix_of(kind)}"
+
     def for_file(self) -> dict[str, Tensor]:
         """Its tensors by the names that a file of weights has."""
-        kind = type(self.config).type_name
-        prefix = f"{PEFT_PREFIX}{CONTAINER}.{_key(kind)}.{prefix_of(kind)}"
+        prefix = PEFT_PREFIX + self._prefix
         return {prefix + name: one.cpu().contiguous() for name, one in self.state_dict().items()}
+
+    def from_file(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors of a file of weights, by their names in the state dict; a ValueError unless
+        they are those of this adapter, and finite in the dtype of the model."""
+        stored = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in stored.items()}
+        kind, prefix, own = type(self.config).type_name, self._prefix, self.state_dict()
+        check_weights(kind, stored, {prefix + name: own[name] for name in own}, dtype)
+        return {name: stored[prefix + name] for name in own}
 
     def set_vocabulary(self, tokens: Tensor, model: Any) -> None:
         """Set the draft vocabulary of a new adapter that has one: ``(tokens,)`` int64 ids in
@@ -318,8 +330,3 @@ def _miss_none(layer: SpecAdapterLayer, incompatible: Any) -> None:
     if layer.for_drafting() == {*layer.adapters}:
         own, missing = f"{CONTAINER}.{_key(layer.peft_type)}.", incompatible.missing_keys
         missing[:] = [key for key in missing if own not in key]
-
-
-def name_on_disk(peft_type: str, name: str) -> str:
-    """The name in files of an adapter's tensor, without PEFT's prefix."""
-    return f"{CONTAINER}.{_key(peft_type)}.{prefix_of(peft_type)}{name}"

@@ -26,7 +26,7 @@ from hf_spec.modeling_patches.support import LAYERS
 # Row ``r`` holds its ``lengths[r]`` accepted tokens in slots ``0 .. lengths[r] - 1``, without
 # padding or holes. A forward writes the nodes of its tree after them; they become part of the row
 # only when :meth:`commit` keeps the accepted ones. What layers of one kind hold is in one object
-# (:mod:`.buffers`), which begins, commits and selects for all of them together.
+# (:class:`AttentionStates`), which begins, commits and selects for all of them together.
 #
 # An exception, such as an interrupt, may occur between any two lines. The buffers and the rows'
 # lengths change together and stay valid; :meth:`repair` rebuilds the rest. Slots past a row's
@@ -444,7 +444,8 @@ def take_over(
             _copy_in(cache.layers[index].views[name], _held(layer)[name], columns, count)
             left[index] -= 1
             if not left[index]:
-                _free(layer)
+                for freed in _held(layer):
+                    setattr(layer, freed, None)
 
 
 def _windows(layers: Sequence[Any]) -> dict[int, int]:
@@ -566,11 +567,6 @@ def _held(layer: Any) -> dict[str, Tensor]:
     if getattr(layer, "indexer_keys", None) is not None:
         held["indexer_keys"] = layer.indexer_keys[:, None]
     return held
-
-
-def _free(layer: Any) -> None:
-    for name in _held(layer):
-        setattr(layer, name, None)
 
 
 def _copy_in(target: Tensor, source: Tensor, columns: Tensor | None, seq: int) -> None:

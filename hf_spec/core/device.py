@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# -- Transfer of small tensors to a device ---------------------------------------------------------
-
 
 def to_device(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
     """``torch.as_tensor(values, dtype, device)`` without making the host wait, unless it gets what

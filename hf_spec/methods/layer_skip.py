@@ -145,8 +145,7 @@ class ThresholdExit(DraftExit):
         self.acceptance = smoothed
 
 
-# --------------------------------------------------------------------------------------------------
-# The LAYER_SKIP adapter: the sublayers that drafting skips, and low-rank updates of the rest.
+# -- The LAYER_SKIP adapter: the sublayers that drafting skips, and low-rank updates of the rest ---
 #
 # The updates, if there are any, are trained by distillation from the full model (Draft & Verify,
 # appendix F). As in decoding, draft tokens see the full model's KV cache: the full model
@@ -492,8 +491,6 @@ def _choice(model: Any, options: LayerSkipOptions) -> tuple[list[int], list[int]
         )
     return adapter.config.skip_attention, adapter.config.skip_mlp, adapter
 
-
-# -- ``layer_skip``: draft with the model itself, leaving out layers (Draft & Verify) --------------
 
 METHOD = Method(
     name="layer_skip",

@@ -52,8 +52,7 @@ class RowEmbeddings:
     def __call__(self, tokens: Tensor) -> Tensor:
         """``(..., hidden)`` of tokens ``(...)`` on the model's device."""
         if self.plain:
-            found: Tensor = self._module(tokens)
-            return found
+            return self._module(tokens)
         found = self._changes.run(self._module, tokens)
         return found / (self._scale.to(found) if isinstance(self._scale, Tensor) else self._scale)
 

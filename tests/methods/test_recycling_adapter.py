@@ -204,9 +204,11 @@ def test_what_cannot_be_written(fresh: Tiny, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="without keep_table=False"):
         hf_spec.save_table(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
-    for wrong in (None, "model", 3):
+    for wrong in (None, b"model", 3):
         with pytest.raises(ValueError, match=r"save_table\(.*give the model that has generated"):
             hf_spec.save_table(wrong, tmp_path / "new")
+        with pytest.raises(ValueError, match=r"save_table\(model, .*give a folder"):
+            hf_spec.save_table(model, wrong or "")
     get_peft_model(fresh("llama"), hf_spec.MedusaConfig()).save_pretrained(tmp_path / "heads")
     before = (tmp_path / "heads" / WEIGHTS).read_bytes()
     tau(model)

@@ -345,8 +345,6 @@ class PPDPredictor(ProbePredictor):
         return super().logits(states)
 
 
-# -- ``ppd``: learned prompt tokens predict the next tokens in the verifying forward (PPD) ---------
-
 METHOD = Method(
     name="ppd",
     summary="learned prompt tokens, distilled from the model, predict the next tokens",
