@@ -171,21 +171,23 @@ class SuccessorTable(Holds):
         contexts with the same entry here, the last one. What no table of this vocabulary can hold
         is left out."""
         contexts, length = contexts.long(), (contexts >= 0).sum(-1)
-        fits = (contexts < self.vocab).all(-1) & (length > 0)
+        fits = (contexts < self.vocab).all(-1) & (contexts[:, -1] >= 0)
         fits &= ((successors >= 0) & (successors < self.vocab)).all(-1)
         keys, places = (
             one.gather(-1, (length - 1).clamp(min=0)[:, None])[:, 0]
             for one in self.places(contexts)
         )
-        places = places.masked_fill(~fits, len(self.keys) - 1)
+        left_out = len(self.keys) - 1
+        places = places.masked_fill(~fits, left_out)
         order = torch.arange(len(places), device=places.device)
         last = torch.full_like(self.keys, -1).scatter_reduce(0, places, order, "amax")
-        kept = fits & (last[places] == order)  # a GPU would write any of several
-        places, width = places[kept], min(self.successors.shape[1], successors.shape[1])
-        self.keys[places] = keys[kept]
+        # Of several with one entry a GPU would write any.
+        places = places.masked_fill(last[places] != order, left_out)
+        width = min(self.successors.shape[1], successors.shape[1])
+        self.keys[places] = keys
         self.log_probs[places] = LEAST  # where it has more successors
-        self.successors[places, :width] = successors[kept, :width]
-        self.log_probs[places, :width] = log_probs[kept, :width].to(self.log_probs.dtype)
+        self.successors[places, :width] = successors[:, :width]
+        self.log_probs[places, :width] = log_probs[:, :width].to(self.log_probs.dtype)
 
 
 def contexts_of(before: Tensor, found: Predicted) -> Tensor:
