@@ -56,6 +56,7 @@ if not _waits:
     from hf_spec.methods.registry import Method, register_method
     from hf_spec.methods.registry import methods as _methods
     from hf_spec.methods.space import SpaceConfig
+    from hf_spec.methods.token_recycling import TokenRecyclingConfig, save_table
     from hf_spec.modeling_patches import generation_mode as _generation_mode
     from hf_spec.modeling_patches.generation_mode import warn_of_newer as _warn_of_newer
     from hf_spec.target.packed_weights import pack_weights
@@ -111,6 +112,7 @@ __all__ = [
     "SpecGenerateOutput",
     "SpecStats",
     "DraftOptions",
+    "TokenRecyclingConfig",
     "TokenTree",
     "Tree",
     "benchmark",
@@ -119,6 +121,7 @@ __all__ = [
     "merge_adapter",
     "pack_weights",
     "register_method",
+    "save_table",
     "strategies",
     "unmerge_adapter",
     "warm_up",
