@@ -235,7 +235,7 @@ class Steps:
             self.earlier.history.add(self.earlier, sequences.answers)
         if noise is not None:
             noise.give_back(sequences.emitted[0])
-        parts = drafter, self.policy, state.target
+        parts = drafter, self.policy, state.target, self.strategy.recording
         state.stats.details = {
             name: value for part in parts for name, value in part.details().items()
         }

@@ -37,6 +37,7 @@ from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.graphs import Graphs, tolerance
 from hf_spec.target.hidden_states import Reads, output_logits, supported_kwargs
 from hf_spec.target.packed_weights import packed_weights
+from hf_spec.target.recording import Recording
 from hf_spec.target.target import Target
 
 # -- A self-check of the tree forward on models that our tests do not cover ------------------------
@@ -347,6 +348,7 @@ class Strategy:
         samples: whether the call samples.
         kind: what compiled code and what is learned are kept by.
         graphs: compiled code for its steps; None if they are not compiled.
+        recording: whether and when they are recorded.
         packed: lets forwards compute with packed copies of weights; None if there are none.
         rows_stay: whether each forward must have all rows of the batch in their order, as hooks may
             count on it.
@@ -362,6 +364,7 @@ class Strategy:
     samples: bool
     kind: tuple[str, str, str | None, int]
     graphs: Graphs | None
+    recording: Recording
     packed: Changes | None
     rows_stay: bool
     alone: bool
@@ -403,9 +406,11 @@ class Strategy:
         kind = method.name, key_of(options), name, len(copies)
         # Code is for what the model holds, which would be another thing in each call.
         compiles = not alone or bool(running.apart)
-        graphs = graphs_for(model, config, drafter, kind, synced) if compiles else None
+        graphs, recording = None, Recording()
+        if compiles:
+            graphs, recording = graphs_for(model, config, drafter, kind, synced)
         return cls(
-            model, method, options, drafter, timed, lookup, samples, kind, graphs,
+            model, method, options, drafter, timed, lookup, samples, kind, graphs, recording,
             packed if copies else None, running.rows_stay, alone,
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
@@ -22,7 +22,6 @@ from hf_spec.core.checks import check_choice, first_line
 from hf_spec.core.memory import RUNNING, memory
 from hf_spec.core.verify import StepResult
 from hf_spec.modeling_patches.fingerprint import fingerprint
-from hf_spec.modeling_patches.ranks import tensor_parallel_size
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.captures import (
     CUDA_GRAPHS,
@@ -42,6 +41,7 @@ from hf_spec.target.captures import (
     take_turns,
 )
 from hf_spec.target.graph_parts import AnySize, Code, compile_in_parts
+from hf_spec.target.recording import obstacle
 from hf_spec.threads import Lock
 
 # -- How far two computations of the same numbers may be apart -------------------------------------
@@ -232,7 +232,6 @@ class _Kept:
             key: graph for key, graph in self.graphs.items() if not isinstance(graph.code, Captured)
         }
         self.spare.clear()
-        self.shortages += 1
 
     def trim(self) -> None:
         """Drop what was recorded for memory that has been freed, and all but what ran last."""
@@ -293,7 +292,7 @@ class Graphs:
         #: there.
         self.counts: Counter[str] = Counter()
         self.tell: Callable[[int], Any] | None = None  # called with this number when it has grown
-        self.obstacle = _obstacle(model, running.hooks, self.records)
+        self.obstacle = obstacle(model, running.hooks, self.records)
         if self._kept.shortages >= TRIES and self.obstacle is None:
             self.obstacle = f"memory did not suffice beside records in {TRIES} calls"
         if self.obstacle is not None:
@@ -335,6 +334,7 @@ class Graphs:
         # What has run is gone with the error.
         with _COMPILING:
             self._kept.drop_records()
+            self._kept.shortages += 1
         free_memory(self._device)
         self.counts["shortages"] += 1
         self.obstacle = f"memory does not suffice beside records ({short})"
@@ -598,27 +598,6 @@ class Graphs:
                 "%s: steps that should be compiled run as they are: %s", type(self.model).__name__,
                 why,
             )  # fmt: skip
-
-
-def _obstacle(model: Any, hooks: Collection[str], records: bool) -> str | None:
-    """Why a model with these hooks cannot be compiled, or recorded, at all; None if no reason is
-    known."""
-    sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
-    if sharded or tensor_parallel_size(model) > 1:
-        return (
-            "its weights are split among processes, all of which would have to make the same code"
-        )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return "some of its weights are offloaded"
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if records and len(devices) > 1:
-        return f"its weights are on {' and '.join(devices)}, and a CUDA graph is for one device"
-    if hooks:
-        return f"its modules have hooks ({', '.join(sorted(hooks))}), which compiled code omits"
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is not None and not quantizer.is_compileable:
-        return "its quantization cannot be compiled"
-    return None
 
 
 # --------------------------------------------------------------------------------------------------
