@@ -201,6 +201,9 @@ class Stopwatch:
         stats: receives the times.
         device: device of the model.
         same: makes numbers equal in all processes that decode together.
+
+    Attributes:
+        waited: seconds of the last recorded step in which the host waited for the device.
     """
 
     def __init__(
@@ -211,6 +214,7 @@ class Stopwatch:
         self._same = same
         self._device = device
         self._began = time.perf_counter()
+        self.waited = self._waited = 0.0
         self._spent = dict.fromkeys(PHASES, 0.0)
         #: Phases that the device may not have finished: name, start event and end event.
         self._running: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -223,6 +227,13 @@ class Stopwatch:
         label = record_function(f"hf_spec.{name}") if _profiler_enabled() else nullcontext()
         with label, self._timed(name):
             yield
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block's time as :attr:`waited`, too."""
+        start = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - start
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -255,6 +266,7 @@ class Stopwatch:
             name, begun, ended = self._running.pop(0)
             self._spent[name] += begun.elapsed_time(ended) / 1000
         now = time.perf_counter()
+        self.waited, self._waited = self._waited, 0.0
         seconds, *phases = self._same([now - self._began, *self._spent.values()])
         self._began = now
         for name, spent in zip(PHASES, phases):

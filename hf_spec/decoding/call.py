@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -300,7 +300,12 @@ def ask_for_compiling(config: GenerationConfig) -> None:
 
 
 def graphs_for(
-    model: Any, config: GenerationConfig, drafter: Drafter, kind: Hashable, synced: bool = False
+    model: Any,
+    config: GenerationConfig,
+    drafter: Drafter,
+    kind: Hashable,
+    hooks: Collection[str] = (),
+    synced: bool = False,
 ) -> tuple[Graphs | None, Recording]:
     """Compiled code for a call's steps, None if they are not to be compiled; and whether they are
     recorded.
@@ -309,6 +314,7 @@ def graphs_for(
         config: a config that :func:`ask_for_compiling` has processed.
         drafter: the call's; it must not prune where the call asks for compiled steps.
         kind: identifies its forwards: the strategy and its adapter.
+        hooks: names of the hooks of the model's modules.
         synced: whether several ranks run the model together, on batches of their own.
 
     Raises:
@@ -321,7 +327,7 @@ def graphs_for(
     compiles = static and by_default and not config.disable_compile
     recording, own = Recording(records), (kind, drafter.kind_of_forward)
     if not (records or compiles):
-        recording = Recording.of(model, bool(config.disable_compile), prunes, synced)
+        recording = Recording.of(model, hooks, bool(config.disable_compile), prunes, synced)
         return Graphs(model, RECORDED, own) if recording.on else None, recording
     asked = f"cache_implementation={STATIC!r}"
     if records:

@@ -160,7 +160,8 @@ class Steps:
         output, moved, draft = self.device.run(tree, grows)
         result, slots = output.result, output.tree.slots
         assert result is not None
-        with watch.phase("verify"):  # the step's one transfer, but for drafts that grow later
+        # The step's one transfer, but for drafts that grow later.
+        with watch.phase("verify"), watch.waiting():
             host, numbers = result.to_host(*output.drafted[:1])
         host = self._emit(tree, host, output.tree)
         state.cache.commit(host.counts, result.path, slots, moved or _in_place(slots, host))
@@ -172,6 +173,7 @@ class Steps:
                 self.strategy.run(drafter.advance, result, output.read(drafter.reads, result))
             state.grown = Grown(found[0], numbers, found[1:]) if found and grows else None
         seconds = watch.step()
+        self.strategy.recording.observe(seconds, watch.waited)
         streamer = self.owner.sequences.streamer
         if hasattr(streamer, "see_step"):  # hf-spec demo shows the steps' trees
             streamer.see_step(output.tree, host)

@@ -408,7 +408,7 @@ class Strategy:
         compiles = not alone or bool(running.apart)
         graphs, recording = None, Recording()
         if compiles:
-            graphs, recording = graphs_for(model, config, drafter, kind, synced)
+            graphs, recording = graphs_for(model, config, drafter, kind, running.hooks, synced)
         return cls(
             model, method, options, drafter, timed, lookup, samples, kind, graphs, recording,
             packed if copies else None, running.rows_stay, alone,

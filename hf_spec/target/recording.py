@@ -70,6 +70,39 @@ def is_asked(model: Any) -> bool | None:
     return asked
 
 
+# -- A hint where it is not -----------------------------------------------------------------------
+
+#: A device is idle in eager steps whose one read waits for less than this share of the step: by
+#: then it had done nearly all. The hint comes after so many of them, one after the other.
+IDLE_SHARE, IDLE_STEPS = 0.1, 32
+_IDLE = (
+    "%s: the GPU waits for the host, which launches its kernels one by one: in %d steps the host "
+    "spent less than %d %% of the time on waiting for it. hf_spec.record(model) launches those of "
+    "a step at once, as CUDA graphs; hf_spec.record(model, False) ends this hint."
+)
+
+
+class Hint:
+    """Tells when it is known that a device waits for the host; once in a process.
+
+    Attributes:
+        given: whether it has.
+    """
+
+    def __init__(self) -> None:
+        self.given, self._steps = False, 0
+
+    def due(self, seconds: float, waited: float) -> bool:
+        """Count an eager step; return whether this one makes it known."""
+        self._steps = self._steps + 1 if waited < IDLE_SHARE * seconds else 0
+        due = self._steps >= IDLE_STEPS and not self.given
+        self.given |= due
+        return due
+
+
+_HINT = Hint()
+
+
 # -- Where steps can be recorded ------------------------------------------------------------------
 
 
@@ -80,25 +113,39 @@ class Recording:
     Attributes:
         on: whether they are.
         why: why not, if :func:`record` asks for it; else None.
+        hints: the model's name if they could be, and would be faster where the device is idle.
     """
 
     on: bool = False
     why: str | None = None
+    hints: str | None = None
 
     @classmethod
-    def of(cls, model: Any, disabled: bool, prunes: bool, synced: bool) -> Recording:
+    def of(
+        cls, model: Any, hooks: Collection[str], disabled: bool, prunes: bool, synced: bool
+    ) -> Recording:
         """Of a call that has no ``compile_config`` for it.
 
         Args:
+            hooks: names of the hooks of its modules.
             disabled: whether it has ``disable_compile=True``.
             prunes: whether its strategy prunes.
             synced: whether several ranks run the model together, on batches of their own.
         """
-        if not is_asked(model):
-            return cls()
+        asked = is_asked(model)
         reasons = _of_the_call(model, disabled, prunes, synced)
         why = next((reason for holds, reason in reasons if holds), None)
-        return cls(why is None, why)
+        if asked:
+            return cls(why is None, why)
+        useful = asked is None and why is None and not _HINT.given
+        if useful and placement(model).device.type == "cuda" and not obstacle(model, hooks, True):
+            return cls(hints=type(model).__name__)
+        return cls()
+
+    def observe(self, seconds: float, waited: float) -> None:
+        """Learn from a step that took so many seconds, in which the host waited for the device."""
+        if self.hints is not None and _HINT.due(seconds, waited):
+            logger.warning(_IDLE, self.hints, IDLE_STEPS, 100 * IDLE_SHARE)
 
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``."""

@@ -1,7 +1,7 @@
 """When steps are recorded: where it is asked for, and where the library may by itself."""
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from transformers import GenerationMixin
 import hf_spec
 from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats
+from hf_spec.target import recording
+from hf_spec.target.recording import IDLE_STEPS, Hint
 
 SPEC = strategy("prompt_lookup", num_draft_tokens=4)
 
@@ -131,3 +133,65 @@ def test_warm_up_of_a_model_that_records(shallow: Tiny) -> None:
 def test_neither_on_nor_off() -> None:
     with pytest.raises(ValueError, match="on=1: must be True or False"):
         hf_spec.record(torch.nn.Linear(1, 1), 1)  # type: ignore[arg-type]
+
+
+# -- a hint where it is not ----------------------------------------------------------------------
+
+
+def waits(*shares: float) -> list[bool]:
+    """Whether the hint is due after each of some steps of a second, by what they waited."""
+    hint = Hint()
+    return [hint.due(1.0, share) for share in shares]
+
+
+def test_the_hint_comes_once() -> None:
+    """After steps that hardly wait, one after the other."""
+    idle = [0.09] * IDLE_STEPS
+    assert waits(*idle, *idle) == [False] * (IDLE_STEPS - 1) + [True] + [False] * IDLE_STEPS
+    assert not any(waits(*idle[1:], 0.1, *idle[1:]))
+    assert any(waits(*idle[1:], 0.1, *idle))
+    assert not any(waits(*[0.5] * 100))
+
+
+@pytest.fixture
+def hint(monkeypatch: pytest.MonkeyPatch) -> Hint:
+    """One that was not given, and comes after two steps, of whatever duration."""
+    found = Hint()
+    monkeypatch.setattr(recording, "_HINT", found)
+    monkeypatch.setattr(recording, "IDLE_STEPS", 2)
+    monkeypatch.setattr(recording, "IDLE_SHARE", 1e9)
+    return found
+
+
+class Cuda(NamedTuple):
+    """What the model is said to be on."""
+
+    device: Any = torch.device("cuda", 0)
+
+
+@pytest.mark.usefixtures("hint", "hooks_count")
+@pytest.mark.parametrize(
+    ("way", "hints"),
+    [
+        ({}, 1), ({"disable_compile": True}, 0), (CAPTURED, 0), ("a hook", 0), ("a CPU", 0),
+        ("turned off", 0),
+    ],
+)  # fmt: skip
+def test_who_gets_the_hint(
+    shallow: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: Any,
+    hints: int,
+) -> None:  # fmt: skip
+    """Where the model is on CUDA, could be recorded, and is not asked to leave it."""
+    model: Any = shallow()
+    if way != "a CPU":
+        monkeypatch.setattr(recording, "placement", lambda _: Cuda())
+    if way == "a hook":
+        model.lm_head.register_forward_hook(lambda *_: None)
+    if way == "turned off":
+        hf_spec.record(model, False)
+    given = way if isinstance(way, dict) else {}
+    for _ in range(2):
+        same(model, {**SPEC, **given})
+    found = [line for line in caplog.messages if "the GPU waits for the host" in line]
+    assert len(found) == hints
+    assert not hints or "hf_spec.record(model) launches those of a step at once" in found[0]
