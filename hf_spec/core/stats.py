@@ -122,11 +122,11 @@ class SpecStats:
             )
         code = self.details.get("compiled")
         if code:
-            reasons = [*code["refused"], code.get("outside")]
-            why = f"; some ran without: {reasons[0]}" if reasons[0] else ""
-            lines.append(
-                f"{code['how']} steps: code ran {code['runs']} times, {code['made']} made{why}"
-            )
+            reasons = [*code["refused"], code.get("outside"), code.get("waits")]
+            named = next(filter(None, reasons), None)
+            why = f"; some ran without: {named}" if named else ""
+            how = f"{code['how']} steps{' by default' * code.get('by_default', False)}"
+            lines.append(f"{how}: code ran {code['runs']} times, {code['made']} made{why}")
         if self.details.get("not_recorded"):
             lines.append(f"no step was recorded: {self.details['not_recorded']}")
         shares = self.acceptance_per_position[:SHOWN]

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -39,7 +39,7 @@ from hf_spec.modeling_patches.support import (
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.captures import CUDA_GRAPHS
 from hf_spec.target.graphs import Graphs
-from hf_spec.target.recording import Recording, is_asked
+from hf_spec.target.recording import Call, Recording, is_asked
 
 # -- ``SpecConfig``: a generation configuration that names a strategy ------------------------------
 
@@ -300,12 +300,7 @@ def ask_for_compiling(config: GenerationConfig) -> None:
 
 
 def graphs_for(
-    model: Any,
-    config: GenerationConfig,
-    drafter: Drafter,
-    kind: Hashable,
-    hooks: Collection[str] = (),
-    synced: bool = False,
+    model: Any, config: GenerationConfig, drafter: Drafter, kind: Hashable, call: Call
 ) -> tuple[Graphs | None, Recording]:
     """Compiled code for a call's steps, None if they are not to be compiled; and whether they are
     recorded.
@@ -314,30 +309,29 @@ def graphs_for(
         config: a config that :func:`ask_for_compiling` has processed.
         drafter: the call's; it must not prune where the call asks for compiled steps.
         kind: identifies its forwards: the strategy and its adapter.
-        hooks: names of the hooks of the model's modules.
-        synced: whether several ranks run the model together, on batches of their own.
+        call: what records depend on besides.
 
     Raises:
         ValueError: if it prunes, if ranks run together, or see :class:`Graphs`.
     """
-    compile_config, prunes = config.compile_config, drafter.pruning is not None
+    compile_config = config.compile_config
     records = compile_config is not None and compile_config.backend == CUDA_GRAPHS
     static = getattr(config, "_static_steps", False)
     by_default = model.device.type in _ACCELERATORS or compile_config is not None
     compiles = static and by_default and not config.disable_compile
-    recording, own = Recording(records), (kind, drafter.kind_of_forward)
+    own = kind, drafter.kind_of_forward
     if not (records or compiles):
-        recording = Recording.of(model, hooks, bool(config.disable_compile), prunes, synced)
-        return Graphs(model, RECORDED, own) if recording.on else None, recording
+        recording = Recording.of(model, call)
+        return Graphs(model, RECORDED, own, recording) if recording.on else None, recording
     asked = f"cache_implementation={STATIC!r}"
     if records:
         asked = f"compile_config=CompileConfig(backend={CUDA_GRAPHS!r})"
-    if prunes:
+    if call.prunes:
         raise ValueError(
             f"prune=True with {asked}: compiled and recorded steps have fixed shapes, and what is "
             "pruned differs from step to step. Leave one of the two out."
         )
-    if synced:
+    if call.synced:
         raise ValueError(
             f"synced_gpus=True (FSDP, DeepSpeed's stage 3) with {asked}: new code is tried by "
             "further forwards, for which ranks with other prompts would have to wait. Leave out "
@@ -345,7 +339,7 @@ def graphs_for(
         )
     graphs = Graphs(model, compile_config or CompileConfig(), own)
     graphs.tell = getattr(config, "_tell_made", None)
-    return graphs, recording
+    return graphs, graphs.recording
 
 
 def warm_up(

@@ -173,13 +173,14 @@ class Steps:
                 self.strategy.run(drafter.advance, result, output.read(drafter.reads, result))
             state.grown = Grown(found[0], numbers, found[1:]) if found and grows else None
         seconds = watch.step()
-        self.strategy.recording.observe(seconds, watch.waited)
+        made = state.target.prepared != prepared
+        recorded = self.strategy.recording.observe(seconds, watch.waited, made)
         streamer = self.owner.sequences.streamer
         if hasattr(streamer, "see_step"):  # hf-spec demo shows the steps' trees
             streamer.see_step(output.tree, host)
         if not repeats:
             # Steps that compile are not typical.
-            self._learn(tree, host, seconds if state.target.prepared == prepared else None)
+            self._learn(tree, host, None if made else seconds, recorded)
 
     def _draft(self) -> tuple[Tree, bool]:
         """The step's trees, and whether they repeat earlier answers, which says nothing of the
@@ -208,13 +209,15 @@ class Steps:
         tree = self.strategy.drafter.propose(state)
         return merged(tree, lookups) if lookups else tree
 
-    def _learn(self, tree: Tree, host: HostResult, seconds: float | None) -> None:
+    def _learn(
+        self, tree: Tree, host: HostResult, seconds: float | None, recorded: bool
+    ) -> None:  # fmt: skip
         """Learn from what a step accepted, and how long it took, if that is known."""
         self.strategy.drafter.observe(self.state, tree, host)
         if self.state.lookups is not None:
             self.state.lookups.observe(host)
         if seconds is not None:
-            self.policy.observe(tree, host.counts, seconds)
+            self.policy.observe(tree, host.counts, seconds, recorded)
 
     def join(self) -> None:
         """Once all rows are finished: run a forward for other ranks."""

@@ -37,7 +37,7 @@ from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.graphs import Graphs, tolerance
 from hf_spec.target.hidden_states import Reads, output_logits, supported_kwargs
 from hf_spec.target.packed_weights import packed_weights
-from hf_spec.target.recording import Recording
+from hf_spec.target.recording import Call, Recording
 from hf_spec.target.target import Target
 
 # -- A self-check of the tree forward on models that our tests do not cover ------------------------
@@ -408,7 +408,9 @@ class Strategy:
         compiles = not alone or bool(running.apart)
         graphs, recording = None, Recording()
         if compiles:
-            graphs, recording = graphs_for(model, config, drafter, kind, running.hooks, synced)
+            prunes, disabled = drafter.pruning is not None, bool(config.disable_compile)
+            call = Call(running, rows, disabled, prunes, synced)
+            graphs, recording = graphs_for(model, config, drafter, kind, call)
         return cls(
             model, method, options, drafter, timed, lookup, samples, kind, graphs, recording,
             packed if copies else None, running.rows_stay, alone,
@@ -420,6 +422,13 @@ class Strategy:
         if self.packed is None:
             return function(*args, **kwargs)
         return self.packed.run(function, *args, **kwargs)
+
+    def after_shortage(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """At the end of a call: where memory did not suffice, whatever for, free what was recorded
+        and kept for it."""
+        short = kind is not None and issubclass(kind, torch.OutOfMemoryError)
+        if short and self.graphs is not None:
+            self.graphs.drop_all()
 
     @property
     def learned(self) -> Learned:

@@ -173,6 +173,11 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def memory_size(device: torch.device) -> int | None:
+    """Bytes of a device's memory; None where that is the host's."""
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
+
+
 class Captured:
     """A recorded function: copies its inputs to where they were when it was recorded, and runs.
 

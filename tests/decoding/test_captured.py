@@ -30,11 +30,12 @@ import hf_spec
 from hf_spec.core.memory import memory
 from hf_spec.decoding.step import DeviceStep
 from hf_spec.modeling_patches.modules import CACHE
-from hf_spec.target import captures
+from hf_spec.target import captures, recording
 from hf_spec.target.captures import Captured, Unrepeatable, Watch
 from hf_spec.target.compiled import _Step
 from hf_spec.target.graph_parts import AnySize, compile_in_parts
-from hf_spec.target.graphs import CHECKS, TRIES
+from hf_spec.target.graphs import CHECKS
+from hf_spec.target.recording import ASKED
 
 pytestmark = pytest.mark.usefixtures("recorded")
 
@@ -423,7 +424,7 @@ def test_memory_that_records_take(shallow: Tiny, monkeypatch: pytest.MonkeyPatch
         return eager(self)
 
     monkeypatch.setattr(_Step, "_eager", step)
-    for _ in range(TRIES + 1):
+    for _ in range(ASKED.tries + 1):
         output = same(model, spec, RECORDED, inputs=prompt())
         made.append(compiled(output)["made"])
         assert not memory(model)["graphs"].graphs
@@ -517,7 +518,7 @@ def test_records_go(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     del buffer
     gc.collect()
     assert graphs_of(model, RECORDED).details()["kept"] == 1
-    monkeypatch.setattr("hf_spec.target.graphs.MOST", 3)
+    monkeypatch.setattr(recording, "ASKED", ASKED._replace(most=3))
     for name in "abcd":
         run("add", other)
         run(name, other)

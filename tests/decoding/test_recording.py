@@ -1,21 +1,27 @@
 """When steps are recorded: where it is asked for, and where the library may by itself."""
 
 import logging
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import Tiny, check_same, prompt
+from conftest import Tiny, check_same, prompt, ragged
+from fake_clock import FakeClock
 from replay import RECORDED
-from running import CAPTURED
+from running import CAPTURED, LAYERS
+from test_captured import SAMPLED, Accepts, Remembers
 from test_compiled import adapt, generate, strategy
-from transformers import GenerationMixin
+from transformers import GenerationMixin, LogitsProcessor
 
 import hf_spec
+from hf_spec.core.device import bucket
 from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats
-from hf_spec.target import recording
-from hf_spec.target.recording import IDLE_STEPS, Hint
+from hf_spec.modeling_patches.fingerprint import fingerprint
+from hf_spec.target import captures, recording
+from hf_spec.target.graphs import CHECKS, Graphs
+from hf_spec.target.recording import IDLE_STEPS, REPLAYS, Hint, Recording
 
 SPEC = strategy("prompt_lookup", num_draft_tokens=4)
 
@@ -195,3 +201,341 @@ def test_who_gets_the_hint(
     found = [line for line in caplog.messages if "the GPU waits for the host" in line]
     assert len(found) == hints
     assert not hints or "hf_spec.record(model) launches those of a step at once" in found[0]
+
+
+# -- by default ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def by_default(recorded: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Nobody has to ask, and no time counts: those of tests tell nothing. Gives what sets other
+    limits."""
+
+    def limit(**limits: Any) -> None:
+        monkeypatch.setattr(recording, "UNASKED", recording.UNASKED._replace(**limits))
+
+    monkeypatch.setattr(recording, "RECORD_BY_DEFAULT", True)
+    limit(share=torch.inf, gain=0.0)
+    yield limit
+
+
+def reasons(stats: SpecStats) -> str:
+    """Why steps were not recorded."""
+    code = stats.details.get("compiled", {})
+    return f"{stats.details.get('not_recorded')} {code.get('refused')}"
+
+
+def test_it_is_not_the_default() -> None:
+    """Before a GPU has run what decides it."""
+    assert not recording.RECORD_BY_DEFAULT
+
+
+def test_steps_are_recorded_when_they_have_recurred(
+    shallow: Tiny, by_default: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At their eighth occurrence, and used after two checks; which is said."""
+    model, spec = shallow(), {"assistant_strategy": "plain"}
+    with caplog.at_level(logging.INFO, "hf_spec"):
+        stats = same(model, spec, max_new_tokens=8)  # the first token is the prompt's
+        assert stats.details["compiled"]["made"] == stats.details["compiled"]["runs"] == 0
+        assert "recorded steps by default: code ran 0 times" in str(stats)
+        assert "each has occurred less than 8 times" in str(stats)
+        stats = same(model, spec, max_new_tokens=8)
+        assert stats.details["compiled"]["made"] == 1 and stats.details["compiled"]["runs"] == 5
+        stats = same(model, spec, max_new_tokens=8)
+    assert stats.details["compiled"]["made"] == 0 and stats.details["compiled"]["runs"] == 7
+    assert "recorded steps by default: code ran 7 times" in str(stats)
+    said = [line for line in caplog.messages if "hf_spec.record(model, False)" in line]
+    assert len(said) == 1 and all(one.levelno == logging.INFO for one in caplog.records)
+    hf_spec.record(model, False)
+    assert "compiled" not in same(model, spec, max_new_tokens=8).details
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("medusa", {}), ("prompt_lookup", SAMPLED), ("layer_skip", SAMPLED)]
+)
+def test_the_same_tokens(
+    shallow: Tiny, by_default: Callable[..., None], name: str, settings: dict[str, Any]
+) -> None:
+    """Where some steps are eager, some are checked, and some are recorded; in a batch that
+    shrinks."""
+    by_default(wait=3)
+    model = adapt(shallow(layers=LAYERS.get(name, 1)), name)
+    given = {**strategy(name, num_draft_tokens=3), **settings, "max_new_tokens": 20}
+    with_it = [seeded(model, ragged(), given) for _ in range(3)]
+    hf_spec.record(model, False)
+    eager = seeded(model, ragged(), given)
+    assert all(torch.equal(one.sequences, eager.sequences) for one in with_it)
+    made, runs = (
+        [one.spec_stats.details["compiled"][what] for one in with_it] for what in ("made", "runs")
+    )
+    assert sum(made) and runs[-1] > runs[0], (made, runs)
+
+
+HINDRANCES: dict[str, tuple[Callable[..., Any], str]] = {
+    "training": (lambda model, _: model.train(), "training mode"),
+    "quantized": (lambda model, _: setattr(model, "hf_quantizer", Quantizer()), "quantized"),
+    "not stock": (lambda model, _: foreign(model), "is not as Transformers has made it"),
+    "ranks": (
+        lambda _, patch: (
+            patch.setattr(torch.distributed, "is_initialized", lambda: True),
+            patch.setattr(torch.distributed, "get_world_size", lambda: 2),
+        ),
+        "one of several ranks",
+    ),
+    "threads": (
+        lambda _, patch: (
+            patch.setattr(recording, "OF_A_CAPTURE", (99,)),
+            patch.setattr(recording.threading, "active_count", lambda: 2),
+        ),
+        "other threads may draw random numbers",
+    ),
+    "rocm": (
+        lambda _, patch: (
+            on_cuda(patch), patch.setattr(torch.version, "hip", "6.4"),
+        ),
+        "ROCm",
+    ),
+    "allocator": (
+        lambda _, patch: (
+            on_cuda(patch),
+            patch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync"),
+        ),
+        "allocator is cudaMallocAsync",
+    ),
+    "captured": (
+        lambda _, patch: (
+            on_cuda(patch),
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True),
+        ),
+        "is captured itself",
+    ),
+}  # fmt: skip
+
+
+class Quantizer:
+    """One whose weights can be compiled."""
+
+    is_compileable = True
+
+
+def foreign(model: Any) -> None:
+    """Give it a layer of a user's class."""
+
+    class Linear(torch.nn.Linear):
+        treats_tokens_alike = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    model.lm_head.__class__ = Linear
+
+
+def on_cuda(patch: pytest.MonkeyPatch) -> None:
+    """Reasons see a model on CUDA, with the native allocator."""
+    patch.setattr(recording, "placement", lambda _: Cuda())
+    patch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+@pytest.mark.usefixtures("by_default")
+@pytest.mark.parametrize("name", HINDRANCES)
+def test_where_it_is_not_recorded(
+    shallow: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Each reason is said, and steps are as they were."""
+    model, (hinder, why) = shallow(), HINDRANCES[name]
+    assert _why(model) is None
+    hinder(model, monkeypatch)
+    with caplog.at_level(logging.INFO, "hf_spec"):
+        assert why in str(_why(model)), _why(model)
+    assert why in caplog.text
+    hf_spec.record(model)  # who asks for it gets it
+    assert recording.Recording.of(model, recording.Call(fingerprint(model))).on
+
+
+def _why(model: Any) -> str | None:
+    """Why a call would not be recorded."""
+    return recording.Recording.of(model, recording.Call(fingerprint(model))).why
+
+
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        ({"rows": 2}, "a batch of 3 rows is larger than 2"),
+        ({"slots": 255}, "a context of 256 tokens is longer than 255"),
+        ({"cache": 1000}, "a KV cache of 0.0 GiB is larger than"),
+        ({"card": 0.5}, "is more than 50% of the device's memory"),
+    ],
+)
+def test_what_is_too_large(
+    shallow: Tiny, by_default: Callable[..., None], monkeypatch: pytest.MonkeyPatch,
+    limits: dict[str, Any], why: str,
+) -> None:  # fmt: skip
+    by_default(wait=1, **limits)
+    monkeypatch.setattr("hf_spec.target.graphs.memory_size", lambda _: 40_000)
+    model = shallow()
+    stats = same(model, SPEC, **without_inputs(ragged()))
+    assert why in reasons(stats) and why in str(stats)
+    assert not stats.details.get("compiled", {}).get("runs")
+    kept = memory(model).get("graphs")
+    assert kept is None or not kept.graphs
+
+
+def without_inputs(given: dict[str, Any]) -> dict[str, Any]:
+    return {"inputs": given["input_ids"], "attention_mask": given["attention_mask"]}
+
+
+def test_capacities_of_caches(shallow: Tiny, by_default: Callable[..., None]) -> None:
+    """A cache has a quarter more slots than it needs, at most; not up to twice as many."""
+    assert [bucket(n, 4) for n in (1, 5, 9, 17, 256, 257, 1100, 2056)] == [
+        1, 5, 10, 20, 256, 320, 1280, 2560
+    ]  # fmt: skip
+    model: Any = shallow()
+    model.config.max_position_embeddings = 512
+    by_default(wait=1)
+    sizes = []
+    for on in (None, True):
+        memory(model).clear()
+        if on:
+            hf_spec.record(model)
+        same(model, SPEC, inputs=prompt(260))
+        sizes.append({one.shape[3] for one in memory(model)["graphs"].spare})
+    assert sizes == [{384}, {512}]
+
+
+def test_the_first_failure_ends_it(
+    shallow: Tiny, by_default: Callable[..., None], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """For the model, in all calls, without what was recorded before; where someone has asked,
+    others are tried."""
+    by_default(wait=2)
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Accepts)
+    model = adapt(shallow(), "medusa")
+    with caplog.at_level(logging.INFO, "hf_spec"):
+        stats = same(model, strategy("medusa", num_draft_tokens=3))
+        assert stats.details["compiled"]["made"] == 1 and "something else" in reasons(stats)
+        assert not memory(model)["graphs"].graphs and not memory(model)["graphs"].spare
+        stats = same(model, strategy("prompt_lookup"))
+    assert "it went wrong" in reasons(stats) and "compiled" not in stats.details
+    assert all(one.levelno == logging.INFO for one in caplog.records)
+
+
+def test_what_is_no_function_of_its_inputs_ends_it(
+    shallow: Tiny, by_default: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right once, and wrong on other inputs."""
+    by_default(wait=2)
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Remembers)
+    model = adapt(shallow(), "medusa")
+    stats = same(model, strategy("medusa", num_draft_tokens=3))
+    assert stats.details["compiled"]["runs"] == 0 and "something else" in reasons(stats)
+
+
+class Short(LogitsProcessor):
+    """Lacks memory after some calls."""
+
+    stateless = True
+
+    def __init__(self, calls: int):
+        self.left = calls
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if not self.left:
+            raise torch.OutOfMemoryError("CUDA out of memory, of a processor")
+        return scores
+
+
+def test_any_shortage_of_memory_frees_all(shallow: Tiny, by_default: Callable[..., None]) -> None:
+    """Whoever lacks it, also where no step runs; and ends it for the model."""
+    by_default(wait=2)
+    model = shallow()
+    same(model, {"assistant_strategy": "plain"})
+    kept = memory(model)["graphs"]
+    assert kept.graphs and kept.spare
+    with pytest.raises(torch.OutOfMemoryError, match="of a processor"):
+        generate(model, prompt(), **SPEC, logits_processor=[Short(3)])
+    assert not kept.graphs and not kept.spare
+    stats = same(model, {"assistant_strategy": "plain"})
+    assert "memory" in reasons(stats) and not kept.graphs
+
+
+# -- how much it may take ------------------------------------------------------------------------
+
+
+def recording_of(steps: int = 0, **limits: Any) -> Recording:
+    """Of a model that has taken so many steps of a second."""
+    found = Recording(True, recording.UNASKED._replace(**limits), by_default=True)
+    for _ in range(steps):
+        found.observe(1.0, 1.0, made=False)
+    return found
+
+
+def test_making_takes_a_share_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tenth: before any is made, one is expected to take eight steps; then, what the dearest
+    took."""
+    clock = FakeClock()
+    monkeypatch.setattr(recording.time, "monotonic", clock)
+    own = recording_of()
+    due = []
+    for _ in range(200):
+        own.ran("a", False)
+        own.observe(1.0, 1.0, made=False)
+        due.append(own.is_due("a", []))
+    assert due.index(True) == 79, "a tenth of 80 seconds is eight"
+    with own.making():
+        clock.now += 15.0
+    assert not own.is_due("a", [])  # 15 made, 15 expected, a tenth of 200 is 20
+    own.observe(101.0, 1.0, made=False)
+    assert own.is_due("a", [])
+    own.observe(1e9, 1.0, made=True)
+    assert own._past.decoding == 301, "steps that make records are none"
+
+
+def test_rare_steps_are_not_recorded() -> None:
+    own = recording_of(steps=100)
+    found = [[own.is_due(key, []) for key in "abc"] for _ in range(8)]
+    assert found == [[False] * 3] * 7 + [[True] * 3]
+    for number in range(5000):
+        assert not own.is_due(number, [])
+    assert len(own._past.seen) <= recording.COUNTED and own.is_due("a", [])
+
+
+def test_a_full_store_changes_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record makes room for another one once it has not run for a minute, so that mixed loads
+    settle."""
+    clock = FakeClock()
+    monkeypatch.setattr(recording.time, "monotonic", clock)
+    own = recording_of(steps=100, wait=1)
+    used = [clock.now - at for at in range(32)]
+    assert not own.is_due("a", used) and own.is_due("a", used[1:])
+    clock.now += 60 - 31
+    assert own.is_due("a", used)
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize(("eager", "stays"), [(1.19, False), (1.25, True)])
+def test_records_that_are_not_faster_go(shallow: Tiny, eager: float, stays: bool) -> None:
+    """By the medians of eager and of recorded steps; steps of both kinds tell nothing."""
+    own, x = recording_of(steps=100, wait=1), torch.zeros(3)
+    graphs = Graphs(shallow(), RECORDED["compile_config"], "a test", own)
+
+    def step(seconds: float, beside: bool = False) -> bool:
+        """Take one, in which something else runs that is not recorded; whether it was."""
+        prepared, runs = graphs.prepared, graphs.counts["runs"]
+        x.add_(1)
+        graphs.run("add", lambda x: (x + 1,), [x])
+        if beside:
+            own.ran("other", False)
+        own.observe(seconds, 0.0, graphs.prepared > prepared)
+        return graphs.counts["runs"] > runs
+
+    graphs.obstacle = "a test"
+    assert not any(step(seconds) for seconds in (eager, 100.0, eager))
+    graphs.obstacle = None
+    assert [step(50.0) for _ in range(CHECKS + 1)] == [False, False, True]  # 50: a stall
+    for _ in range(REPLAYS - 1):
+        assert step(50.0, beside=True) and step(1.0)
+    assert step(1.0) == stays and bool(graphs.details()["kept"]) == stays
