@@ -212,8 +212,8 @@ class _Kept:
         self.warned: set[str] = set()
         self.spare: list[Tensor] = []
         self.recorder: Recorder | None = None
-        #: The inputs of records, which run one at a time, by shape.
-        self.inputs: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
+        #: Inputs and large results of records, which run one at a time, by shape.
+        self.shared: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
         self.layouts: dict[Hashable, int] = {}  # of static inputs, numbered
         self.numbers = count()
         self.shortages = 0  # how often memory has not sufficed beside records
@@ -602,7 +602,8 @@ class Graphs:
         if kept.recorder is None:
             kept.recorder = RECORDERS[self._device.type](self._device)
         self.recording.begins(self.model)
-        code = Captured(kept.recorder, made.code, job.inputs, job.static, kept.inputs)
+        given = job.inputs, job.static, kept.shared, job.left
+        code = Captured(kept.recorder, made.code, *given)
         return replace(made, code=code, seen=set())
 
     def _watched(self, function: Function, inputs: Sequence[Tensor]) -> Graph:

@@ -541,6 +541,19 @@ def test_logits_are_not_kept(shallow: Tiny) -> None:
     assert records
 
 
+def test_logits_that_the_host_reads(shallow: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a call wants scores, the records of one size have their logits in one place."""
+    monkeypatch.setattr(captures, "LARGE", 1)
+    model = adapt(shallow(), "medusa")
+    for name in [*FEW] * 2:
+        given = strategy(name, **FEW[name])
+        output = check_one(model, given, RECORDED, inputs=prompt(), output_scores=True)
+    assert compiled(output)["runs"]
+    own = [[*one.code._large] for one in memory(model)["graphs"].graphs.values()]
+    logits = [one for large in own for one in large if one.shape[-1] == 61]
+    assert len(logits) > 1 and len({one.data_ptr() for one in logits}) == 1
+
+
 def test_buffers_of_earlier_calls_are_taken_over(
     fresh: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -236,6 +236,32 @@ def test_inputs_are_shared(cuda: Cuda, graphs: CudaGraphs) -> None:
     assert not shared
 
 
+def test_large_results_are_shared(
+    cuda: Cuda, graphs: CudaGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the host reads them, such as logits. What nobody reads has no place, and no place is
+    that of an input."""
+    monkeypatch.setattr(captures, "LARGE", 16)
+    shared: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
+
+    def record(number: float, read: int = 3) -> Captured:
+        def function(x: Tensor) -> tuple[Tensor, ...]:
+            return x + number, 2 * x + number, (x + number)[:2]
+
+        def left(results: Any) -> list[Tensor]:
+            return [one if at < read else one[:0] for at, one in enumerate(results)]
+
+        return Captured(graphs, function, [torch.arange(4.0)], 0, shared, left)
+
+    first, second, one = record(1.0), record(2.0), record(3.0, read=1)
+    assert second._results[1].tolist() == [2.0, 4.0, 6.0, 8.0]
+    places = [[part.data_ptr() for part in each._results] for each in (first, second, one)]
+    assert places[0][:2] == places[1][:2] and places[2][0] == places[0][0]
+    assert places[0][2] != places[1][2] and places[2][1] != places[0][1]
+    fixed = first._fixed[0][1][0].data_ptr()
+    assert len({*places[0], fixed}) == 4 and len(shared) == 3
+
+
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize(
     ("capability", "dtype", "read"),
