@@ -10,6 +10,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -29,6 +30,8 @@ CUDA_GRAPHS = "cudagraphs"
 LARGE = 2**20
 #: The stream of each device that has used such memory last.
 _STREAMS: dict[torch.device, Any] = {}
+#: How often memory has not sufficed, by the device's number.
+_SHORTAGES = Counter[int]()
 #: Operations that copy between devices; others take numbers of the host by value.
 _COPIES = ("aten::_to_copy", "aten::copy_")
 #: Operations that make the host wait where an index is a mask.
@@ -168,6 +171,21 @@ def take_turns(device: torch.device, *taken: Tensor) -> None:
         _STREAMS[device] = stream
     for one in taken:
         one.record_stream(stream)
+
+
+def shortages(device: torch.device) -> int:
+    """How often memory has not sufficed on a device, whatever for, since this was first asked."""
+    if device.type == "cuda":
+        _note_shortages()
+    return _SHORTAGES[device.index or 0]
+
+
+@cache
+def _note_shortages() -> None:
+    """Have PyTorch count them: more must not be done within its allocator."""
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is not None:
+        attach(lambda device, *_: _SHORTAGES.update([device]))
 
 
 def free_memory(device: torch.device) -> None:

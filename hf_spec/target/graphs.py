@@ -41,6 +41,7 @@ from hf_spec.target.captures import (
     places,
     plain_tensors,
     shape_of,
+    shortages,
     take_turns,
 )
 from hf_spec.target.graph_parts import AnySize, Code, compile_in_parts
@@ -217,6 +218,7 @@ class _Kept:
         self.layouts: dict[Hashable, int] = {}  # of static inputs, numbered
         self.numbers = count()
         self.shortages = 0  # how often memory has not sufficed beside records
+        self.elsewhere: int | None = None  # how often on the device, whatever for
 
     def refuse(self, name: tuple[Hashable, ...]) -> None:
         """Forget all code for a function, and make no more; ``name``: how its keys begin."""
@@ -302,6 +304,10 @@ class Graphs:
         most = self._limits.tries
         if self._kept.shortages >= most and self.obstacle is None:
             self.obstacle = f"memory did not suffice beside records in {most} calls"
+        if self.recording.by_default:
+            before, self._kept.elsewhere = self._kept.elsewhere, shortages(self._device)
+            if before is not None and self._kept.elsewhere > before:
+                self._give_up("memory did not suffice elsewhere in the process")
         if self.obstacle is not None:
             self._warn(self.obstacle)
 

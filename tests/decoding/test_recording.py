@@ -1,6 +1,7 @@
 """When steps are recorded: where it is asked for, and where the library may by itself."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -460,6 +461,26 @@ def test_any_shortage_of_memory_frees_all(shallow: Tiny, by_default: Callable[..
     assert not kept.graphs and not kept.spare
     stats = same(model, {"assistant_strategy": "plain"})
     assert "memory" in reasons(stats) and not kept.graphs
+
+
+def test_a_shortage_of_others_frees_all(
+    shallow: Tiny, by_default: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the next call: a training step in between lacked memory. PyTorch tells of it."""
+    monkeypatch.setattr(captures, "_SHORTAGES", Counter({0: 1}))
+    by_default(wait=2)
+    model, spec = shallow(), {"assistant_strategy": "plain"}
+    for _ in range(2):
+        assert same(model, spec).details["compiled"]["runs"]
+    observers: list[Any] = []
+    monkeypatch.setattr(
+        torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False
+    )
+    captures._note_shortages.__wrapped__()
+    observers[0](0, 2**30, 2**20, 0)
+    assert "elsewhere in the process" in reasons(same(model, spec))
+    assert not memory(model)["graphs"].graphs and not memory(model)["graphs"].spare
+    assert "it went wrong" in reasons(same(model, spec))
 
 
 # -- how much it may take ------------------------------------------------------------------------
