@@ -367,7 +367,8 @@ class Recording:
             return {}
         why = (
             f"each has occurred less than {self.limits.wait} times, or making its record would "
-            f"take more than {self.limits.share:.0%} of the time so far"
+            f"take more than {self.limits.share:.0%} of the time so far, or {self.limits.most} "
+            "others are in use"
         )
         return {"by_default": True, "waits": why if self._waited else None}
 

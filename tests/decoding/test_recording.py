@@ -1,18 +1,23 @@
 """When steps are recorded: where it is asked for, and where the library may by itself."""
 
 import logging
+import os
+import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import Tiny, check_same, prompt, ragged
+from conftest import ARCHITECTURES, Tiny, check_same, prompt, ragged
+from covering import EVERY_CASE
 from fake_clock import FakeClock
 from replay import RECORDED
-from running import CAPTURED, LAYERS
+from running import CAPTURED, LAYERS, without_pruning
 from test_captured import SAMPLED, Accepts, Remembers
 from test_compiled import adapt, generate, strategy
+from test_method_contract import FIRST, adapted
+from test_method_contract import strategy as variant_of
 from transformers import GenerationMixin, LogitsProcessor
 
 import hf_spec
@@ -560,3 +565,58 @@ def test_records_that_are_not_faster_go(shallow: Tiny, eager: float, stays: bool
     for _ in range(REPLAYS - 1):
         assert step(50.0, beside=True) and step(1.0)
     assert step(1.0) == stays and bool(graphs.details()["kept"]) == stays
+
+
+# -- in many calls -------------------------------------------------------------------------------
+
+
+def sometimes(every: Sequence[str], some: Sequence[str]) -> Sequence[str]:
+    return every if os.environ.get(EVERY_CASE) else some
+
+
+@pytest.mark.parametrize("architecture", sometimes([*ARCHITECTURES], ["gemma3", "falcon"]))
+def test_every_architecture(
+    shallow: Any, by_default: Callable[..., None], architecture: str
+) -> None:
+    """With a layer of each kind that it has, recorded from the middle of a call on, or not at all
+    where its steps cannot be."""
+    by_default(wait=3)
+    layers = 2 if architecture in ("gemma2", "gemma3", "cohere2") else 1
+    model = shallow(architecture, layers)
+    for _ in range(2):
+        stats = same(model, SPEC, **without_inputs(ragged((12, 5))))
+    code = stats.details.get("compiled")
+    assert code["runs"] if code else "it went wrong" in reasons(stats)
+    assert code or architecture == "falcon", "a rotary embedding that the host reads for"
+
+
+#: One that drafts by programs, and one whose forwards are code of their own.
+FEW = [case for case in FIRST if case[0] in ("eagle3", "mtp")]
+
+
+@pytest.mark.parametrize("name", sometimes([name for name, _ in FIRST], [name for name, _ in FEW]))
+def test_every_strategy(shallow: Tiny, by_default: Callable[..., None], name: str) -> None:
+    by_default(wait=3)
+    model, variant = shallow(layers=LAYERS.get(name, 1)), dict(FIRST)[name]
+    spec = without_pruning(variant_of(name, variant))
+    with adapted(model, name, variant):
+        for _ in range(2):
+            stats = same(model, spec, **without_inputs(ragged()), max_new_tokens=20)
+    assert stats.details["compiled"]["runs"], str(stats)
+
+
+@pytest.mark.environment  # half a minute
+@pytest.mark.usefixtures("sizes_as_shipped")
+def test_a_mixed_load_settles(shallow: Tiny, by_default: Callable[..., None]) -> None:
+    """Batches of 1 to 16 rows, greedy and sampled: all records that are kept are made in the first
+    calls."""
+    model, rng, made = adapt(shallow(), "medusa"), random.Random(0), []
+    for _ in range(60):
+        rows, length = rng.randint(1, 16), rng.choice([8, 20, 40, 60])
+        inputs = ragged(tuple(rng.randint(3, length) for _ in range(rows)))
+        spec = {"assistant_strategy": "medusa", "do_sample": rng.random() < 0.5}
+        output = generate(model, inputs, **spec, max_new_tokens=24)
+        code = output.spec_stats.details["compiled"]
+        assert code["kept"] <= 32 and not code["refused"]
+        made.append(code["made"])
+    assert sum(made) <= 36 and sum(made[-20:]) <= 8, made

@@ -1,6 +1,8 @@
 """What is asked of CUDA while a graph is recorded, by a stand-in that notes it."""
 
 import gc
+import inspect
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -117,6 +119,30 @@ class Cuda:
 
     def _cuda_releasePool(self, device: int, pool: str) -> None:
         self.uses[pool] -= 1
+
+
+#: What is not public of a PyTorch for CUDA. One for CPUs has some, as dummies.
+PRIVATE = (
+    "_cuda_attach_out_of_memory_observer", "_cuda_clearCublasWorkspaces",
+    "_cuda_endAllocateToPool", "_cuda_releasePool",
+)  # fmt: skip
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="a PyTorch for CPUs: make test-names")
+def test_names_that_are_not_public() -> None:
+    """They are in a build for CUDA, and take what they are called with here."""
+    taken = {"_cuda_endAllocateToPool": 2, "_cuda_releasePool": 2}
+    for name in PRIVATE:
+        function = getattr(torch._C, name)
+        said = re.search(r"\((.*)\) ->", function.__doc__ or "")
+        if said and name in taken:
+            assert len(said[1].split(", arg")) == taken[name], function.__doc__
+
+
+def test_names_of_a_graph() -> None:
+    assert {*re.findall(r"\b_cuda_\w+", inspect.getsource(captures))} == {*PRIVATE}
+    given = inspect.signature(torch.cuda.CUDAGraph.capture_begin).parameters
+    assert {"pool", "capture_error_mode"} <= {*given}
 
 
 @pytest.fixture
