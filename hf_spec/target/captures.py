@@ -196,7 +196,9 @@ def free_memory(device: torch.device) -> None:
 
 def memory_size(device: torch.device) -> int | None:
     """Bytes of a device's memory; None where that is the host's."""
-    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 class Captured:

@@ -236,22 +236,22 @@ class Recording:
     @classmethod
     def of(cls, model: Any, call: Call) -> Recording:
         """Of a call that has no ``compile_config`` for it."""
-        asked, name = is_asked(model), type(model).__name__
-        never = _first(_of_the_call(model, call))
-        if asked or (asked is None and RECORD_BY_DEFAULT):
+        asked, device = is_asked(model), placement(model).device
+        never, found = _first(_of_the_call(model, call)), cls()
+        by_default = asked is None and RECORD_BY_DEFAULT and device.type in RECORDERS
+        if asked or by_default:
             past: _Past = memory(model).setdefault(_Past, _Past())
-            why = never or (None if asked else _first(_unasked(model, call, past)))
-            limits = ASKED if asked else UNASKED
+            why = never or (_first(_unasked(model, call, past)) if by_default else None)
+            limits = UNASKED if by_default else ASKED
             if runs_kernel(model):  # which reads no more of a cache than there is
                 limits = limits._replace(slots=None)
-            found = cls(why is None, limits, why, None, not asked, past)
+            found = cls(why is None, limits, why, None, by_default, past)
             if why is not None:
                 found.say(model, f"steps are not recorded: {why}")
-            return found
-        useful = asked is None and never is None and not _HINT.given
-        on_cuda = useful and placement(model).device.type == "cuda"
-        hints = on_cuda and obstacle(model, call.running.hooks, True) is None
-        return cls(hints=name if hints else None)
+        useful = asked is None and never is None and not found.on and not _HINT.given
+        if useful and device.type == "cuda" and not obstacle(model, call.running.hooks, True):
+            found.hints = type(model).__name__
+        return found
 
     @property
     def at_once(self) -> bool:

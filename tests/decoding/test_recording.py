@@ -278,6 +278,16 @@ def test_the_same_tokens(
     assert sum(made) and runs[-1] > runs[0], (made, runs)
 
 
+def test_on_a_cpu_nothing_is_said(
+    shallow: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recording, "RECORD_BY_DEFAULT", True)
+    with caplog.at_level(logging.INFO, "hf_spec"):
+        stats = same(shallow(), SPEC)
+    assert "recorded" not in str(stats) and not caplog.messages
+    assert not {"compiled", "not_recorded"} & {*stats.details}
+
+
 HINDRANCES: dict[str, tuple[Callable[..., Any], str]] = {
     "training": (lambda model, _: model.train(), "training mode"),
     "quantized": (lambda model, _: setattr(model, "hf_quantizer", Quantizer()), "quantized"),
