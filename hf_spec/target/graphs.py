@@ -236,9 +236,12 @@ class _Kept:
 
     def records(self) -> dict[tuple[Hashable, ...], Graph]:
         """What is recorded."""
-        return {
-            key: graph for key, graph in self.graphs.items() if isinstance(graph.code, Captured)
-        }
+        every = [*self.graphs.items()]  # at once: other threads make some
+        return {key: graph for key, graph in every if isinstance(graph.code, Captured)}
+
+    def last_used(self) -> list[float]:
+        """When each record ran last."""
+        return [graph.used for graph in self.records().values()]
 
     def trim(self, most: int) -> None:
         """Drop what was recorded for memory that has been freed, and all but what ran last."""
@@ -386,8 +389,7 @@ class Graphs:
 
     def _is_due(self, key: Hashable) -> bool:
         """Whether code is made now for a key that has none."""
-        used = [graph.used for graph in self._kept.records().values()] if self.records else []
-        return not self.records or self.recording.is_due(key, used)
+        return not self.records or self.recording.is_due(key, self._kept.last_used)
 
     def _checked(self, job: _Job, graph: Graph | None) -> Sequence[Tensor]:
         """A job's results without code, which is made, or checked once more."""

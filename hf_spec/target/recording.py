@@ -8,7 +8,7 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -264,11 +264,11 @@ class Recording:
 
     # -- before a step's code runs -----------------------------------------------------------
 
-    def is_due(self, key: Hashable, used: Collection[float]) -> bool:
+    def is_due(self, key: Hashable, used: Callable[[], Collection[float]]) -> bool:
         """Count an eager occurrence of a kind of steps; return whether it is recorded now.
 
         Args:
-            used: when each record of the model ran last.
+            used: gives when each record of the model ran last.
         """
         limits, past = self.limits, self._past
         if limits.share is None:
@@ -276,7 +276,7 @@ class Recording:
         past.seen[key] += 1
         if len(past.seen) > COUNTED:
             past.seen = Counter(dict(past.seen.most_common(COUNTED // 2)))
-        due = past.seen[key] >= limits.wait and key not in past.slow and self._has_room(used)
+        due = past.seen[key] >= limits.wait and key not in past.slow and self._has_room(used())
         self._waited |= not due
         return due
 

@@ -5,8 +5,10 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import peft
 import pytest
 import torch
 from conftest import ARCHITECTURES, Tiny, check_same, prompt, ragged
@@ -288,6 +290,20 @@ def test_on_a_cpu_nothing_is_said(
     assert not {"compiled", "not_recorded"} & {*stats.details}
 
 
+def test_threads(shallow: Tiny, by_default: Callable[..., None]) -> None:
+    """They count what recurs together, and share records."""
+    by_default(wait=5)
+    model: Any = peft.get_peft_model(shallow(), peft.LoraConfig(init_lora_weights=False))
+    inputs = [prompt(6 + n, seed=n) for n in range(4)]
+    plain = [generate(model, ids).sequences for ids in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(lambda at: generate(model, inputs[at % 4], **SPEC), range(12))]
+    assert all(torch.equal(one.sequences, plain[at % 4]) for at, one in enumerate(found))
+    assert any(one.spec_stats.details["compiled"]["runs"] for one in found)
+    hf_spec.record(model, False)
+    assert "compiled" not in generate(model, inputs[0], **SPEC).spec_stats.details
+
+
 HINDRANCES: dict[str, tuple[Callable[..., Any], str]] = {
     "training": (lambda model, _: model.train(), "training mode"),
     "quantized": (lambda model, _: setattr(model, "hf_quantizer", Quantizer()), "quantized"),
@@ -420,6 +436,18 @@ def test_capacities_of_caches(shallow: Tiny, by_default: Callable[..., None]) ->
     assert sizes == [{384}, {512}]
 
 
+@pytest.mark.usefixtures("recorded")
+def test_buffers_that_are_kept_by_default(shallow: Tiny) -> None:
+    """No more than the limit of a cache: where someone asks, twice as much as the call used."""
+    model, found = shallow(), []
+    for own in (Recording(True), recording_of(cache=100)):
+        graphs = Graphs(model, RECORDED["compile_config"], "a test", own)
+        memory(model)["graphs"].spare.clear()
+        graphs.spare([torch.zeros(20), torch.zeros(4), torch.zeros(20)])
+        found.append([one.nbytes for one in memory(model)["graphs"].spare])
+    assert found == [[80, 16, 80], [80, 16]]
+
+
 def test_the_first_failure_ends_it(
     shallow: Tiny, by_default: Callable[..., None], monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -519,24 +547,24 @@ def test_making_takes_a_share_of_decoding(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(200):
         own.ran("a", False)
         own.observe(1.0, 1.0, made=False)
-        due.append(own.is_due("a", []))
+        due.append(own.is_due("a", list))
     assert due.index(True) == 79, "a tenth of 80 seconds is eight"
     with own.making():
         clock.now += 15.0
-    assert not own.is_due("a", [])  # 15 made, 15 expected, a tenth of 200 is 20
+    assert not own.is_due("a", list)  # 15 made, 15 expected, a tenth of 200 is 20
     own.observe(101.0, 1.0, made=False)
-    assert own.is_due("a", [])
+    assert own.is_due("a", list)
     own.observe(1e9, 1.0, made=True)
     assert own._past.decoding == 301, "steps that make records are none"
 
 
 def test_rare_steps_are_not_recorded() -> None:
     own = recording_of(steps=100)
-    found = [[own.is_due(key, []) for key in "abc"] for _ in range(8)]
+    found = [[own.is_due(key, list) for key in "abc"] for _ in range(8)]
     assert found == [[False] * 3] * 7 + [[True] * 3]
     for number in range(5000):
-        assert not own.is_due(number, [])
-    assert len(own._past.seen) <= recording.COUNTED and own.is_due("a", [])
+        assert not own.is_due(number, list)
+    assert len(own._past.seen) <= recording.COUNTED and own.is_due("a", list)
 
 
 def test_a_full_store_changes_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,9 +574,9 @@ def test_a_full_store_changes_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording.time, "monotonic", clock)
     own = recording_of(steps=100, wait=1)
     used = [clock.now - at for at in range(32)]
-    assert not own.is_due("a", used) and own.is_due("a", used[1:])
+    assert not own.is_due("a", lambda: used) and own.is_due("a", lambda: used[1:])
     clock.now += 60 - 31
-    assert own.is_due("a", used)
+    assert own.is_due("a", lambda: used)
 
 
 @pytest.mark.usefixtures("recorded")
