@@ -60,6 +60,7 @@ if not _waits:
     from hf_spec.modeling_patches import generation_mode as _generation_mode
     from hf_spec.modeling_patches.generation_mode import warn_of_newer as _warn_of_newer
     from hf_spec.target.packed_weights import pack_weights
+    from hf_spec.target.recording import record
 
     _warn_of_newer()
     _generation_mode.register(
@@ -120,6 +121,7 @@ __all__ = [
     "last_stats",
     "merge_adapter",
     "pack_weights",
+    "record",
     "register_method",
     "save_table",
     "strategies",

@@ -123,6 +123,7 @@ def decode(
         check_alone(model, owner)
     with ExitStack() as stack:
         stack.callback(owner.give_back)  # also after an error or interrupt
+        stack.push(strategy.after_shortage)
         scorer = Scorer(logits_processor, sequences)
         steps = _after_prompt(strategy, config, input_ids, model_kwargs, scorer, owner, watch)
         prompt_seconds, times = watch.step(), steps.policy.setting.times  # of the whole batch
@@ -170,8 +171,9 @@ def _after_prompt(
     if strategy.lookup:
         lookups = BatchLookup(Limits(), sequences.now.tokens, history, vocabulary(model))
     policy = StepPolicy(
-        watch.stats, strategy.learned, (rows, context, str(model.device)), strategy.timed
-    )
+        watch.stats, strategy.learned, (rows, context, str(model.device)), strategy.timed,
+        strategy.recording.at_once,
+    )  # fmt: skip
     state = DecodeState(
         model, drafter, prefilled.target, cache, sequences, root=cache.lengths,
         do_sample=strategy.samples, process=scorer, stats=watch.stats, timed=strategy.timed,

@@ -204,7 +204,8 @@ class Steps:
         grows = not self.policy.paused
         ran = self.device.run(tree, grows)
         kept, drafted = ran.output.tree, ran.drafted
-        with watch.phase("verify"):  # the step's one transfer, but for drafts that grow later
+        # The step's one transfer, but for drafts that grow later.
+        with watch.phase("verify"), watch.waiting():
             host, numbers = ran.result.to_host(*drafted[:1])
         host = self._emit(tree, host, kept)
         in_place = ran.in_place or _in_place(kept.slots, host)
@@ -219,9 +220,11 @@ class Steps:
             self._outcome = result, ran.output.read(drafter.reads, result)
         seconds = watch.step()
         self.owner.sequences.show(kept, host)
+        made = state.target.prepared != prepared
+        recorded = self.strategy.recording.observe(seconds, watch.waited, made)
         if not repeats:
             # Steps that compile are not typical.
-            self._learn(tree, host, seconds if state.target.prepared == prepared else None)
+            self._learn(tree, host, None if made else seconds, recorded)
 
     def _draft(self) -> tuple[Tree, bool]:
         """The step's trees, and whether they repeat earlier answers, which says nothing of the
@@ -254,13 +257,15 @@ class Steps:
         if outcome is not None or grows and self.state.grown is None:
             self.strategy.run(self.strategy.drafter.step, self.state, outcome, grows)
 
-    def _learn(self, tree: Tree, host: HostResult, seconds: float | None) -> None:
+    def _learn(
+        self, tree: Tree, host: HostResult, seconds: float | None, recorded: bool
+    ) -> None:  # fmt: skip
         """Learn from what a step accepted, and how long it took, if that is known."""
         self.strategy.drafter.observe(self.state, tree, host)
         if self.state.lookups is not None:
             self.state.lookups.observe(host)
         if seconds is not None:
-            self.policy.observe(tree, host.counts, seconds)
+            self.policy.observe(tree, host.counts, seconds, recorded)
 
     def join(self) -> None:
         """Once all rows are finished: run a forward for other ranks."""
@@ -287,7 +292,7 @@ class Steps:
             self.earlier.history.add(self.earlier, sequences.answers)
         if noise is not None:
             noise.give_back(sequences.emitted[0])
-        parts = drafter, self.policy, state.target
+        parts = drafter, self.policy, state.target, self.strategy.recording
         state.stats.details = {
             name: value for part in parts for name, value in part.details().items()
         }
