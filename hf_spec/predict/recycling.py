@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -78,10 +77,15 @@ class SuccessorTable(Holds):
     def __init__(self, vocab: int, size: int, device: torch.device):
         self.vocab, self.wanted, self.size = vocab, size, largest_prime(size)
         entries, width = vocab + (ORDERS - 1) * self.size, min(NUM_READ, vocab)
-        self.keys = torch.full((entries + 1,), -1, dtype=torch.int64, device=device)
+        self.keys = torch.empty(entries + 1, dtype=torch.int64, device=device)
         self.successors = torch.zeros(entries + 1, width, dtype=torch.int32, device=device)
         self.log_probs = torch.zeros(entries + 1, width, dtype=torch.float16, device=device)
         self.trusted, self.weights = to_device([TRUSTED, WEIGHTS], device)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all contexts."""
+        self.keys.fill_(-1)
 
     @property
     def nbytes(self) -> int:
@@ -223,6 +227,8 @@ class RecyclingPredictor(Predictor):
             self.static = TreeStates.uniform(tree, self.depth, False)
             self.weighs = self.policy_chooses = False
         self.table: SuccessorTable | None = None
+        #: Tables of calls that are over; None where the table is kept.
+        self._spare: list[SuccessorTable] | None = None
         #: ``(batch, ORDERS - 1)`` the tokens before each row's last one.
         self._before: Tensor | None = None
 
@@ -241,19 +247,29 @@ class RecyclingPredictor(Predictor):
         made_with = TABLE_SIZE if self.adapter is None else self.adapter.config.table_size
         return int(self.options.table_size or made_with)
 
-    def _new_table(self, vocab: int, device: torch.device) -> SuccessorTable:
-        table = SuccessorTable(vocab, self.table_size, device)
+    def _begun(self, table: SuccessorTable) -> SuccessorTable:
+        """An empty table, or one with the adapter's entries."""
         if self.adapter is not None:
-            table.enter(**{name: one.to(device) for name, one in self.adapter.tensors().items()})
+            device, tensors = table.keys.device, self.adapter.tensors()
+            table.enter(**{name: one.to(device) for name, one in tensors.items()})
         return table
 
     def _table(self, vocab: int, device: torch.device) -> SuccessorTable:
         """The table that calls share, or one of this call."""
-        adapter, make = self.adapter, partial(self._new_table, vocab, device)
+        adapter, key = self.adapter, (type(self), self.table_size, str(device), vocab)
+
+        def make() -> SuccessorTable:
+            return self._begun(SuccessorTable(vocab, self.table_size, device))
+
         # Where the output depends on drafts, these must not depend on earlier calls.
         if not self.options.keep_table or self.options.acceptance == "typical":
-            return make()
-        key = type(self), self.table_size, str(device), vocab
+            self._spare = recall(self.model, (*key, "spare"), list)
+            try:
+                table = self._spare.pop()  # recorded code is for places in memory
+            except IndexError:
+                return make()
+            table.clear()
+            return self._begun(table)
         if adapter is None:
             table = recall(self.model, key, make)
         else:
@@ -285,6 +301,11 @@ class RecyclingPredictor(Predictor):
     def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
         return depth, None if is_async(state.root.device) else _goes_on
 
+    def release(self) -> list[Tensor]:
+        if self._spare is not None and self.table is not None:
+            self._spare.append(self.table)
+        return super().release()
+
     def ready(self, tree: Tree, grows: bool) -> bool:
         return True
 
@@ -297,7 +318,7 @@ class RecyclingPredictor(Predictor):
 
     def chain(self, input_ids: Tensor) -> list[int]:
         model, device, none = self.model, input_ids.device, vocabulary(self.model)
-        table = self._new_table(none, device)
+        table = self._begun(SuccessorTable(none, self.table_size, device))
         before = input_ids.new_full((1, ORDERS - 1), none)
         found = Predicted.of(Tree.chain(input_ids), model(input_ids).logits.to(device))
         table.learn_text(before, found)
