@@ -265,7 +265,7 @@ class RecyclingPredictor(Predictor):
         if not self.options.keep_table or self.options.acceptance == "typical":
             self._spare = recall(self.model, (*key, "spare"), list)
             try:
-                table = self._spare.pop()  # recorded code is for places in memory
+                table: SuccessorTable = self._spare.pop()  # recorded code is for places in memory
             except IndexError:
                 return make()
             table.clear()
