@@ -62,8 +62,7 @@ def attend(
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         added = _eager_mask(attention_mask, query, key.shape[2])
         eager = _eager_attention(module)
-        found: tuple[Tensor, Tensor | None] = eager(module, query, key, value, added, **options)
-        return found
+        return eager(module, query, key, value, added, **options)
     mask, groups = attention_mask, heads // kv_heads
     if mask is None or mask.dtype == torch.bool or mask.shape[1] != 1 or groups == 1:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
@@ -130,8 +129,7 @@ def _eager_attention(module: Any) -> Any:
     """The eager attention of the file that a module's class, or a base of it, comes from."""
     name = "eager_attention_forward"  # in all of Transformers' files of models
     files = (vars(sys.modules[cls.__module__]) for cls in type(module).__mro__)
-    eager: Any = next(file[name] for file in files if name in file)
-    return eager
+    return next(file[name] for file in files if name in file)
 
 
 def _tiled(mask: Tensor, groups: int) -> Tensor:

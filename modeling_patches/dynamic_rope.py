@@ -91,5 +91,4 @@ def recompute_end(model: Any) -> int | None:
     text = model.config.get_text_config(decoder=True)
     if text.model_type not in _RECOMPUTE or not rope_ends(model):
         return None
-    end: int = text.original_max_position_embeddings
-    return end
+    return text.original_max_position_embeddings

@@ -165,7 +165,7 @@ class _Reader:
         self._modules = frozenset(map(id, modules))
         self._plain: list[Any] = []  # values of stock modules, and their names
         self._others: list[Hashable] = []  # those that cannot be written as bytes
-        self._configs: dict[int, Any] = {}
+        self._configs: set[int] = set()  # ids of those that were read
         self._kinds: set[type] = set()
         self._left = 0
         self._config(config)
@@ -186,48 +186,45 @@ class _Reader:
             value = values[name]
             if type(value) in _PLAIN:
                 plain += (name, value)
+            elif name == "forward" or isinstance(value, _FUNCTIONS) or hasattr(value, "own"):
+                self._function(index, module, name)
             else:
-                self._other(index, module, name, value)
+                self._other(f"{index} {name}", value)
         if not stock:
             self.hold(f"{index} {type(module).__name__}", module, module)
 
-    def _other(self, index: int, module: Any, name: str, value: Any) -> None:
-        if name == "forward" or isinstance(value, _FUNCTIONS) or hasattr(value, "own"):
-            function = own_function(module, name)
-            if function is not None:
-                self.functions.append((index, name, _identity(function)))
-                if not _is_stock_wrapper(function):
-                    self.stock = False
-                    self.hold(f"{index} {type(module).__name__}.{name}", function, module)
-        elif isinstance(value, PreTrainedConfig):
-            self._config(value)
-        elif isinstance(value, (list, tuple, dict, set, frozenset)):
-            self._container(f"{index} {name}", value)
-        elif isinstance(value, Tensor):
-            self._others.append((index, name, _version(value)))
-        elif isinstance(value, (torch.dtype, torch.device)):
-            self._plain += (name, str(value))
-
-    def _container(self, name: str, value: Any) -> None:
-        try:
-            self._plain += (name, marshal.dumps(value, 2))
-        except ValueError:
-            self._left = _MOST
-            self._others.append((name, self._of(value, 1)))
+    def _function(self, index: int, module: Any, name: str) -> None:
+        function = own_function(module, name)
+        if function is not None:
+            self.functions.append((index, name, _identity(function)))
+            if not _is_stock_wrapper(function):
+                self.stock = False
+                self.hold(f"{index} {type(module).__name__}.{name}", function, module)
 
     def _config(self, config: Any) -> None:
         if id(config) in self._configs:
             return
-        self._configs[id(config)] = config
+        self._configs.add(id(config))
         for name, value in vars(config).items():
             if type(value) in _PLAIN:
                 self._plain += (name, value)
-            elif isinstance(value, PreTrainedConfig):
-                self._config(value)
-            elif isinstance(value, (list, tuple, dict)):
-                self._container(name, value)
-            elif isinstance(value, torch.dtype):
-                self._plain += (name, str(value))
+            else:
+                self._other(name, value)
+
+    def _other(self, name: str, value: Any) -> None:
+        """Read a value of a stock module or a config, other than a plain one."""
+        if isinstance(value, PreTrainedConfig):
+            self._config(value)
+        elif isinstance(value, (torch.dtype, torch.device)):
+            self._plain += (name, str(value))
+        elif isinstance(value, Tensor):
+            self._others.append((name, _version(value)))
+        elif isinstance(value, (list, tuple, dict, set, frozenset)):
+            try:
+                self._plain += (name, marshal.dumps(value, 2))
+            except ValueError:
+                self._left = _MOST
+                self._others.append((name, self._of(value, 1)))
 
     def hold(self, name: str, thing: Any, whose: Any) -> None:
         """Read all that something holds which is not stock."""

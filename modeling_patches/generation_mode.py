@@ -175,21 +175,17 @@ def _wrap_generate(mode: Mode) -> None:
         for own_name in mode.attributes:
             for name in get_close_matches(own_name, kwargs.keys() - {*mode.attributes}, 1, 0.85):
                 raise ValueError(f"generate has no argument {name!r} (did you mean {own_name!r}?).")
-        if own is None:
-            token = _turned_off.set(switch in kwargs and kwargs[switch] is None)
-            try:
-                return original(self, *args, **kwargs)
-            finally:
-                _turned_off.reset(token)
         if callable(own):
             name = getattr(own, "__name__", type(own).__name__)
             door = f"{mode.custom.__module__.partition('.')[0]}.{mode.custom.__name__}"
             mode.refuse_both(name, value, f", or let {name} call {door}")
-        asked = _asked.set(value)
+        off = switch in kwargs and kwargs[switch] is None
+        variable, noted = (_turned_off, off) if own is None else (_asked, value)
+        token = variable.set(noted)
         try:
             return original(self, *args, **kwargs)
         finally:
-            _asked.reset(asked)
+            variable.reset(token)
 
     @patch_method(GenerationMixin, "load_custom_generate")
     def load_custom_generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

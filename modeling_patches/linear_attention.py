@@ -213,48 +213,65 @@ def _delta_inputs(
     return q * q.shape[-1] ** -0.5, k, v, b[..., None]
 
 
-def _delta_outputs(
-    system: Tensor, attention: Tensor, reads: Tensor, v: Tensor, b: Tensor, step: Step,
-    earlier: Kept | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Outputs of the new tokens ``(batch, heads, n, d_v)``, and the updates u of all tokens."""
-    n, m = step.new, step.old
-    known = v * b - reads[:, :, :n]
-    if earlier is not None:
-        known = known - system[..., :m] @ earlier["u"]
-    u = known
-    if n > 1:  # ancestors come first: lower triangular; the diagonal is not read
-        u = torch.linalg.solve_triangular(system[..., m:], known, upper=False, unitriangular=True)
-    u = joined(earlier, "u", u, 2)
-    return reads[:, :, n:] + attention @ u, u
+def _delta_grams(
+    keys_now: Tensor, q: Tensor, keys: Tensor, own: Tensor, cum: Tensor, step: Step
+) -> tuple[Tensor, Tensor]:
+    """D_ij-weighted products of the rows ``(batch, heads, n, d_k)`` of new tokens with the keys of
+    all: those of ``keys_now`` and those of the queries, ``(batch, heads, n, m + n)`` each."""
+    if own.ndim == 3:  # a decay per head
+        pairs = step.pairs(own, cum)
+        system, attention = (torch.cat([keys_now, q], 2) @ keys.transpose(-1, -2)).chunk(2, 2)
+        return system * pairs, attention * pairs
+    # D_ij is a vector, and not split into 2^c_i 2^-c_j, two products of matrices: 2^-c_j overflows.
+    both = torch.stack([keys_now, q], 3)  # (batch, heads, n, 2, d)
+    some = max(1, IN_CACHE // keys.numel()) if step.sequential else step.new
+    grams = []
+    for start in range(0, step.new, some):
+        part = slice(start, start + some)
+        hidden = ~step.visible[:, None, part, :, None]
+        between = own[:, :, part, None] - cum[:, :, None]  # (batch, heads, part, m + n, d)
+        far = between.masked_fill(hidden, -torch.inf).exp2() * keys[:, :, None]
+        grams.append(both[:, :, part] @ far.transpose(-1, -2))
+    system, attention = torch.cat(grams, 2).unbind(3)
+    return system, attention
 
 
 def delta_run(
     state: Tensor, step: Step, earlier: Kept | None, /, query: Tensor, key: Tensor, value: Tensor,
     g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
-    """Gated delta rule: S_t = a_t S_p + b_t k_t (v_t - k_t' a_t S_p)'; ``(batch, n, heads, d_v)``.
+    """S_t = a_t S_p + b_t k_t (v_t - k_t' a_t S_p)', with a decay a_t per head, or per channel of
+    the key (KDA); ``(batch, n, heads, d_v)``.
 
     u_i = b_i (v_i - 2^c_i k_i' S) - sum over j above i of b_i D_ij (k_i' k_j) u_j: one solve;
     o_i = 2^c_i q_i' S + sum over j of D_ij (q_i' k_j) u_j.
 
     Args:
         query, key, value: ``(batch, n, heads, d)``
-        g: ``(batch, n, heads)`` log decays.
+        g: ``(batch, n, heads)`` log decays, or ``(batch, n, heads, d_k)``.
         beta: ``(batch, n, heads)``
         state: ``(batch, heads, d_k, d_v)``
     """
     q, k, v, b = _delta_inputs(query, key, value, beta, use_qk_l2norm_in_kernel)
     logs = joined(earlier, "g", path_logs(g).transpose(1, 2), 2)
-    own = step.sums(logs)
+    if logs.ndim == 3:
+        own = step.sums(logs)
+        decay = own.exp2()[..., None]
+    else:
+        own = step.sums(logs.transpose(2, 3)).transpose(2, 3).contiguous()
+        decay = own.exp2()
     keys, cum = joined(earlier, "k", k, 2), joined(earlier, "c", own, 2)
-    pairs, decay, n = step.pairs(own, cum), own.exp2()[..., None], step.new
-    grams = torch.cat([k * b, q], 2) @ keys.transpose(-1, -2)
+    system, attention = _delta_grams(k * b, q, keys, own, cum, step)
+    n, m = step.new, step.old
     reads = torch.cat([k * (b * decay), q * decay], 2) @ state.float()
-    out, u = _delta_outputs(
-        grams[:, :, :n] * pairs, grams[:, :, n:] * pairs, reads, v, b, step, earlier
-    )
-    return out.transpose(1, 2).to(query.dtype), {"g": logs, "c": cum, "k": keys, "u": u}
+    u = v * b - reads[:, :, :n]
+    if earlier is not None:
+        u = u - system[..., :m] @ earlier["u"]
+    if n > 1:  # ancestors come first: lower triangular; the diagonal is not read
+        u = torch.linalg.solve_triangular(system[..., m:], u, upper=False, unitriangular=True)
+    u = joined(earlier, "u", u, 2)
+    out = (reads[:, :, n:] + attention @ u).transpose(1, 2)
+    return out.to(query.dtype), {"g": logs, "c": cum, "k": keys, "u": u}
 
 
 def delta_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Tensor:
@@ -272,39 +289,9 @@ def delta_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> Te
     return new.to(state.dtype)
 
 
-def kda_run(
-    state: Tensor, step: Step, earlier: Kept | None, /, query: Tensor, key: Tensor, value: Tensor,
-    g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
-) -> tuple[Tensor, Kept]:  # fmt: skip
-    """:func:`delta_run` with a decay per channel of the key; g is ``(batch, n, heads, d_k)``."""
-    # D_ij is a vector, and not split into 2^c_i 2^-c_j, two products of matrices: 2^-c_j overflows.
-    q, k, v, b = _delta_inputs(query, key, value, beta, use_qk_l2norm_in_kernel)
-    logs = joined(earlier, "g", path_logs(g).transpose(1, 2), 2)
-    own = step.sums(logs.transpose(2, 3)).transpose(2, 3).contiguous()
-    keys, cum = joined(earlier, "k", k, 2), joined(earlier, "c", own, 2)
-    both = torch.stack([k * b, q], 3)  # (batch, heads, n, 2, d)
-    some = max(1, IN_CACHE // keys.numel()) if step.sequential else step.new
-    grams = []
-    for start in range(0, step.new, some):
-        part = slice(start, start + some)
-        hidden = ~step.visible[:, None, part, :, None]
-        between = own[:, :, part, None] - cum[:, :, None]  # (batch, heads, part, m + n, d)
-        far = between.masked_fill(hidden, -torch.inf).exp2() * keys[:, :, None]
-        grams.append(both[:, :, part] @ far.transpose(-1, -2))
-    system, attention = torch.cat(grams, 2).unbind(3)
-    decay = own.exp2()
-    reads = torch.cat([k * decay * b, q * decay], 2) @ state.float()
-    out, u = _delta_outputs(system, attention, reads, v, b, step, earlier)
-    return out.transpose(1, 2).to(query.dtype), {"g": logs, "c": cum, "k": keys, "u": u}
-
-
-_DECAYED = "g", "c", "k", "u"
 CONV = Rule(conv_run, conv_advance, 3, ("x",), "conv")
-DELTA = Rule(delta_run, delta_advance, 4, _DECAYED)
-KDA = Rule(kda_run, delta_advance, 4, _DECAYED)
+DELTA = Rule(delta_run, delta_advance, 4, ("g", "c", "k", "u"))
 
-
-# -- The recurrences of Mamba models over the tokens of a tree; see :mod:`.recurrences` ------------
 
 # -- Mamba-2 (Dao and Gu, 2024) --------------------------------------------------------------------
 
@@ -446,7 +433,7 @@ _CONV = "causal_conv1d_fn"
 RULES: dict[str, Rule] = {
     _CONV: CONV,
     "torch_chunk_gated_delta_rule": DELTA,
-    "chunk_kimi_delta_attention": KDA,
+    "chunk_kimi_delta_attention": DELTA,
     "mamba2_chunk_scan": MAMBA2,
     "mamba_selective_scan": MAMBA1,
 }

@@ -22,8 +22,7 @@ from hf_spec.modeling_patches.weights import features, in_use
 CACHE = "cache" if hasattr(GenerateDecoderOnlyOutput, "cache") else "past_key_values"
 
 
-# --------------------------------------------------------------------------------------------------
-# Finds the parts of a causal language model: its decoder layers, sublayers and linear modules.
+# -- Finds the parts of a causal language model: its decoder layers, sublayers and linear modules --
 #
 # A module that PEFT has wrapped is found inside the wrapper, under its original name.
 
@@ -267,8 +266,7 @@ def walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
         yield from walk(child, f"{name}.{child_name}" if name else child_name)
 
 
-# --------------------------------------------------------------------------------------------------
-# Averages the hidden states of a decoder's last layers, instead of using only the last one's.
+# -- Averages the hidden states of a decoder's last layers, instead of using only the last one's ---
 #
 # Everything after the layers, such as the final norm, is unchanged and runs on the average.
 

@@ -69,8 +69,7 @@ class Recipe:
         ``position_ids``, ``attention_mask``, the cache and, if there is a rotary module,
         ``position_embeddings`` by name.
         """
-        made: nn.Module = self.kind(config, index)
-        return made
+        return self.kind(config, index)
 
 
 class Parts(nn.ModuleList):
@@ -155,11 +154,10 @@ def config_of(model: Any, recipe: Recipe, count: int, sparse: bool) -> Any:
 # --------------------------------------------------------------------------------------------------
 # Layers for multi-token prediction (MTP): tensors of checkpoints that Transformers does not load.
 #
-# Each is a block (:mod:`.mtp_blocks`), mostly a decoder layer of the model's own class, with two
-# norms and a projection before it and a norm after it (DeepSeek-AI, "DeepSeek-V3 Technical Report",
-# 2024, section 2.2). What checkpoints call them follows one of a few layouts. Transformers' own
-# ``MtpModel`` knows the layer numbers of released models; here layers are counted from the model's
-# last one.
+# Each is a block, see above, with two norms and a projection before it and a norm after it
+# (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.2). What checkpoints call them
+# follows one of a few layouts. Transformers' own ``MtpModel`` knows the layer numbers of released
+# models; here layers are counted from the model's last one.
 
 #: Prefix of the block's tensors in :class:`MtpLayer`.
 BLOCK = "mtp_block."
@@ -292,8 +290,7 @@ class MtpLayer(nn.Module):
         takes, by the embeddings of each row's token and the final states of the token before."""
         joined = torch.cat([self.enorm(embeddings), self.hnorm(hidden)], dim=-1)
         out = self.mtp_block(self.eh_proj(joined), **inputs)
-        normed: Tensor = self.post_norm(out[0] if isinstance(out, tuple) else out)
-        return normed
+        return self.post_norm(out[0] if isinstance(out, tuple) else out)
 
 
 class MtpLayers(nn.Module):
@@ -340,10 +337,7 @@ class MtpLayers(nn.Module):
 
     def window(self, index: int) -> int | None:
         """Number of positions that a layer sees; None for all."""
-        if self.kinds[index] != "sliding_attention":
-            return None
-        size: int = self.config.sliding_window
-        return size
+        return self.config.sliding_window if self.kinds[index] == "sliding_attention" else None
 
     def run(
         self, index: int, embeddings: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor,
@@ -363,8 +357,7 @@ class MtpLayers(nn.Module):
             inputs["position_embeddings"] = self.rotary(embeddings, positions, **given)
         if self.config._attn_implementation == "eager":
             mask = torch.zeros_like(mask, dtype=embeddings.dtype).masked_fill_(~mask, -torch.inf)
-        found: Tensor = self.layers[index](embeddings, hidden, attention_mask=mask, **inputs)
-        return found
+        return self.layers[index](embeddings, hidden, attention_mask=mask, **inputs)
 
 
 def converted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -228,12 +228,9 @@ class _Method:
     """A module's method that runs the call's function instead, if there is one."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        own: Callable[..., Any] | None,
+        self, module: nn.Module, name: str, own: Callable[..., Any] | None,
         eager: Callable[..., Any] | None = None,
-    ):
+    ):  # fmt: skip
         self._module, self.name = ref(module), name
         self.own = own  # the instance's replacement of its class's method: accelerate's hooks, say
         self.eager = eager  # what `own` was compiled from, which runs in calls with changes
@@ -256,8 +253,7 @@ class _Method:
         function = getattr(type(self.module), self.name)
         if torch.compiler.is_compiling():  # PyTorch 2.11 does not trace `__get__`
             return partial(function, self.module)
-        method: Callable[..., Any] = function.__get__(self.module)
-        return method
+        return function.__get__(self.module)
 
     #: For `inspect.signature`, which tells what a forward takes.
     __wrapped__ = plain

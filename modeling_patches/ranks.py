@@ -88,8 +88,7 @@ def _mesh(module: nn.Module) -> Any:
 def random_state(device: torch.device) -> Tensor:
     """The state, as bytes on the host."""
     module, which = _generators(device)
-    state: Tensor = module.get_rng_state(*which)
-    return state
+    return module.get_rng_state(*which)
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:

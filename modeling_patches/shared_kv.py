@@ -73,10 +73,10 @@ def shared_kv_sources(model: Any, assistant: Any) -> dict[str, Source]:
         if index is None:
             wrong.append(f"there is no layer of type {kind!r}, whose keys it reads")
             continue
-        theirs = [_shape(one) for one in (attention, *mixers(layers[index])[:1])]
-        if theirs[1:] != theirs[:1]:
-            wrong.append(f"it reads keys {_named(theirs[:1])} of type {kind!r}, and these have "
-                         f"{_named(theirs[1:])}")  # fmt: skip
+        theirs = next(iter(mixers(layers[index])), None)  # it may have one that is not known
+        read, there = _shape(attention), _shape(theirs)
+        if read != there:
+            wrong.append(f"it reads keys {read} of type {kind!r}, and these have {there}")
         windows = (getattr(one, "sliding_window", None) for one in (attention, caches[index]))
         found[kind] = Source(index, min(filter(None, windows), default=None))
     if wrong:
@@ -87,18 +87,13 @@ def shared_kv_sources(model: Any, assistant: Any) -> dict[str, Source]:
     return found
 
 
-def _shape(attention: Any) -> tuple[int, int] | None:
-    """Heads and dimension of the keys that an attention reads; None if it does not say."""
+def _shape(attention: Any) -> str:
+    """Heads and dimension of the keys that an attention reads, in words."""
     try:
         heads = attention.config.num_attention_heads // attention.num_key_value_groups
-        return heads, attention.head_dim
+        return f"of {heads} heads of {attention.head_dim}"
     except AttributeError:
-        return None
-
-
-def _named(shapes: list[tuple[int, int] | None]) -> str:
-    known = shapes[0] if shapes else None
-    return "no known shape" if known is None else f"of {known[0]} heads of {known[1]}"
+        return "no known shape"
 
 
 def with_given_masks(assistant: Any, changes: Changes) -> None:

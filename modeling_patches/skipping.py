@@ -19,8 +19,7 @@ from hf_spec.modeling_patches.modules import (
 )
 from hf_spec.modeling_patches.per_call import Changes, step_aside
 
-# --------------------------------------------------------------------------------------------------
-# Skips chosen attention and MLP sublayers of a causal language model in some of its forwards.
+# -- Skips chosen attention and MLP sublayers of a causal language model in some of its forwards ---
 #
 # A recurrence, such as Mamba or linear attention, counts as attention, alone or beside it. A
 # skipped sublayer computes nothing, writes nothing to the KV cache and adds nothing to the residual
@@ -28,9 +27,8 @@ from hf_spec.modeling_patches.per_call import Changes, step_aside
 # model of self-speculative decoding (Draft & Verify, Zhang et al., 2023). The modeling code is not
 # changed, and other forwards of the model, also in other threads, run in full.
 #
-# This module knows neither caches nor decoding. Transformers takes a cache's length from its first
-# layer, so callers that skip the attention of layer 0 must pass `position_ids` and masks that do
-# not depend on it.
+# Transformers takes a cache's length from its first layer, so callers that skip the attention of
+# layer 0 must pass `position_ids` and masks that do not depend on it.
 
 #: MLPs that return (hidden states, something) where others return hidden states.
 _PAIR_RETURNING_MLPS = {"GptOssMLP"}
@@ -90,17 +88,13 @@ class LayerSkipper:
 
 
 def _attention(layer: nn.Module, index: int) -> dict[tuple[nn.Module, str], Callable[..., Any]]:
-    found = mixers(layer)
-    if not found:
+    if not (found := mixers(layer)):
         raise _missing(layer, index, "attention", MIXER_NAMES)
-    return {
-        (module, "forward"): _nothing(module, pair=not keeps_states(module)) for module in found
-    }
+    return {(m, "forward"): _nothing(m, pair=not keeps_states(m)) for m in found}
 
 
 def _mlp(layer: nn.Module, index: int) -> dict[tuple[nn.Module, str], Callable[..., Any]]:
-    found = mlps(layer)
-    if found:
+    if found := mlps(layer):
         pairs = _PAIR_RETURNING_MLPS
         return {(m, "forward"): _nothing(m, pair=type(m).__name__ in pairs) for m in found}
     first, last = (getattr(layer, name, None) for name in INLINE_MLP)
@@ -167,8 +161,7 @@ class _EmptyLayer:
 # Before each deeper layer, a hook narrows the hidden states and everything with one entry per query
 # token: attention masks, position ids, rotary tables. After the last layer, zeros replace the
 # dropped tokens, since some models (GPT-2's family) require the original number. The caller chooses
-# which tokens stay, and makes the cache take fewer keys from then on. This module knows no trees or
-# caches.
+# which tokens stay, and makes the cache take fewer keys from then on.
 
 #: From hidden states (batch, tokens, hidden) to the indices to keep, (batch, kept); None for all.
 Choose = Callable[[Tensor], Tensor | None]
@@ -196,7 +189,7 @@ def early_pruning(model: Any, changes: Changes, layer: int, choose: Choose) -> N
 
     def decide(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         nonlocal narrowing
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = _hidden_states(*args, **kwargs)
         tokens = choose(hidden)
         narrowing = None if tokens is None else _Narrowing(hidden, tokens)
         if narrowing is None:
@@ -232,7 +225,7 @@ def layer_input(model: Any, changes: Changes, layer: int) -> list[Tensor]:
     seen: list[Tensor] = []
 
     def note(args: tuple, kwargs: dict) -> None:
-        seen[:] = [args[0] if args else kwargs["hidden_states"]]
+        seen[:] = [_hidden_states(*args, **kwargs)]
 
     changes.before(decoder_layers(model)[layer], note)
     return seen
@@ -250,13 +243,12 @@ class _Narrowing:
     def __call__(self, value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(self, value))
+        if not isinstance(value, Tensor) or value.ndim not in (2, 3, 4):
+            return value
         if id(value) not in self._made:
-            if isinstance(value, Tensor) and value.ndim in (2, 3, 4):
-                dim = 2 if value.ndim == 4 else 1
-                per_token = value.shape[0] in (1, self._batch) and value.shape[dim] == self._tokens
-                narrowed = entries(value, self._kept.to(value.device), dim) if per_token else value
-            else:
-                return value
+            dim = 2 if value.ndim == 4 else 1
+            per_token = value.shape[0] in (1, self._batch) and value.shape[dim] == self._tokens
+            narrowed = entries(value, self._kept.to(value.device), dim) if per_token else value
             self._made[id(value)] = value, narrowed
         return self._made[id(value)][1]
 

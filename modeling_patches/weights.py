@@ -84,13 +84,6 @@ def is_updated(module: Any) -> bool:
     )
 
 
-def made_of(module: Any) -> tuple[list[Tensor], Hashable]:
-    """What a module's output depends on: its tensors, and which adapters of PEFT are active."""
-    if module is None:
-        return [], ()
-    return [*module.parameters(), *module.buffers()], switches(module.modules())
-
-
 def switches(modules: Iterable[Any]) -> Hashable:
     """Which adapters of PEFT are active in these modules, and how strong they are."""
     return tuple(
@@ -250,8 +243,7 @@ def renamed(model: Any) -> Callable[[str], str]:
     return lambda name: rename_source_key(name, *rules, *own)[0]
 
 
-# --------------------------------------------------------------------------------------------------
-# Notices that tensors were replaced or written to, so that what was made of them is made anew.
+# -- Notices that tensors were replaced or written to, so that what was made of them is made anew --
 #
 # A tensor's version counter is not enough: writes through `.data`, as PEFT merges, and steps of
 # torch's fused optimizers do not change it. Steps of optimizers are counted here.
@@ -322,8 +314,7 @@ def made_anew(
         with torch.inference_mode(False), torch.no_grad():  # training may use it later
             # With the tensors, but not the parameters, whose owner could not be freed.
             known = store[owner] = key, [tensor.data for tensor in tensors], make()
-    made: Made = known[2]
-    return made
+    return known[2]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -380,14 +371,16 @@ def made_once(owner: Tensor, others: Sequence[Any], make: Callable[[], Made]) ->
         owner: a tensor of the adapter; there is one such table per owner.
         others: the other inputs: tensors; modules, with PEFT's adapters on them; or None.
     """
-    weights, switches = [owner], []
+    weights, active = [owner], []
     for other in others:
-        tensors, switch = ([other], ()) if isinstance(other, Tensor) else made_of(other)
-        weights += tensors
-        switches.append(switch)
+        if isinstance(other, Tensor):
+            weights.append(other)
+        elif other is not None:
+            weights += [*other.parameters(), *other.buffers()]
+            active.append(switches(other.modules()))
     plain = [one for one in weights if is_plain(one)]
     special = [one for one in weights if not is_plain(one)]  # held, so that no other gets its id
-    key = [*map(id, special)], switches
+    key = [*map(id, special)], active
     with torch.autocast(owner.device.type, enabled=False):  # later calls may run without
         return made_anew(_KNOWN, owner, plain, lambda: (make(), special), key)[0]
 

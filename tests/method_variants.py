@@ -270,4 +270,11 @@ VARIANTS: dict[str, Variants] = {
             "shared": {"update": "none", "shared_mask": True},
         },
     ),
+    "token_recycling": Variants(
+        {
+            "adaptive": {},
+            "paths": {"tree": [[0], [2], [0, 0], [0, 1], [0, 0, 0]], "lookup": True},
+            "chain": {"tree": "chain", "max_depth": 3, "keep_table": False},
+        },
+    ),
 }  # fmt: skip

@@ -195,6 +195,10 @@ for other in (False, True):
     assert type(fresh.peft_config["default"]) is hf_spec.MedusaConfig
 product = torch.ops.hf_spec.packed_linear(torch.ones(1, 2), [torch.ones(3, 2)], []).tolist()
 assert product == [[2.0] * 3]
+from hf_spec.target import packed_weights
+packed_weights.packed_linear = lambda *_: torch.zeros(1, 3)
+product = torch.ops.hf_spec.packed_linear(torch.ones(1, 2), [torch.ones(3, 2)], []).tolist()
+assert product == [[0.0] * 3], "the newest module has the packed copies"
 """
 
 

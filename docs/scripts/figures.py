@@ -112,6 +112,32 @@ def prompt_lookup() -> Scheme:
     return scheme
 
 
+def token_recycling() -> Scheme:
+    scheme = Scheme(14.6, 5.0)
+    root = scheme.row(0.2, 2.5, ["the", "cat"], "root")[-1]
+    kept, gone = scheme.box(3.2, 3.4, "sat", "draft"), scheme.box(3.2, 1.6, "ran", "gone")
+    for child in (kept, gone):
+        scheme.arrow(root, child)
+    scheme.text(2.6, 4.6, "a step verifies a tree")
+    rows = (
+        (3.9, "the cat", "sat .6  ran .2", root),
+        (2.5, "cat sat", "on .7  down .2", kept),
+        (1.1, "cat ran", "away .5  off .3", gone),
+    )
+    for y, context, following, node in rows:
+        scheme.box(6.6, y, context, "token", width=1.9)
+        scheme.box(8.5, y, following, "model", width=3.1)
+        scheme.arrow(node, (6.6, y), gap=16)
+    scheme.text(9.1, 4.8, "what the model predicts after each node,\nrejected ones too, is kept")
+    scheme.box(12.6, 3.2, "on", "draft")
+    scheme.box(12.6, 1.8, "down", "draft")
+    for y in (3.2, 1.8):
+        scheme.arrow((11.6, 2.5), (12.6, y), gap=2)
+    scheme.text(13.0, 0.6, "drafts of\nlater steps")
+    plt.setp(scheme.axes.texts, fontsize=9)
+    return scheme
+
+
 def plain() -> Scheme:
     scheme = Scheme(13.6, 3.4)
     words = ("the", "cat", "sat", "on")
@@ -468,7 +494,7 @@ def choose() -> Scheme:
         scheme.box(5.5, y, answer, "draft", width=3.9)
         scheme.arrow((asked[0], y - 0.36), (asked[0], y - 1.14), gap=1)
         scheme.text(asked[0] + 0.5, y - 0.75, "no", fontsize=9)
-    scheme.box(0.3, 0.8, "prompt_lookup", "draft", width=3.7)
+    scheme.box(0.3, 0.8, "token_recycling", "draft", width=3.7)
     plt.setp(scheme.axes.texts, fontsize=9)  # two lines in a box
     return scheme
 
@@ -505,8 +531,9 @@ def speed_in(cell: str) -> float | None:
 FIGURES: dict[str, Callable[[], Scheme]] = {
     function.__name__: function
     for function in (
-        gain, speed, choose, steps_plain, steps_medusa, architecture, plain, prompt_lookup,
-        layer_skip, bita, space, ppd, medusa, eagle3, propd, mtp, draft_model, dflash, dspark,
+        gain, speed, choose, steps_plain, steps_medusa, architecture, plain, token_recycling,
+        prompt_lookup, layer_skip, bita, space, ppd, medusa, eagle3, propd, mtp, draft_model,
+        dflash, dspark,
     )
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from hf_spec.adapters.checkpoint import Origin
+from hf_spec.adapters.checkpoint import PEFT_PREFIX, Origin, check_weights
 from hf_spec.core.checks import MAX_ALPHA, number
 from hf_spec.modeling_patches.low_rank import Factors, LowRank
 from hf_spec.modeling_patches.modules import compiled
@@ -81,6 +81,16 @@ class Adapter(nn.Module):
                 found |= {f"{path}.{name}".lstrip("."): getattr(part, name) for name, _ in own}
         found.pop(FORMAT, None)
         return found
+
+    def from_file(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors of a file of weights, by their names in the state dict; a ValueError unless
+        they are those of this adapter, and finite in the dtype of the model."""
+        kind = type(self.config).type_name
+        stored = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in stored.items()}
+        prefix = f"{CONTAINER}.{_key(kind)}.{prefix_of(kind)}"
+        own = self.state_dict()
+        check_weights(kind, stored, {prefix + name: own[name] for name in own}, dtype)
+        return {name: stored[prefix + name] for name in own}
 
     def set_vocabulary(self, tokens: Tensor, model: Any) -> None:
         """Set the draft vocabulary of a new adapter that has one: ``(tokens,)`` int64 ids in
@@ -312,8 +322,3 @@ def _miss_none(layer: SpecAdapterLayer, incompatible: Any) -> None:
     if layer.for_drafting() == {*layer.adapters}:
         own, missing = f"{CONTAINER}.{_key(layer.peft_type)}.", incompatible.missing_keys
         missing[:] = [key for key in missing if own not in key]
-
-
-def name_on_disk(peft_type: str, name: str) -> str:
-    """The name in files of an adapter's tensor, without PEFT's prefix."""
-    return f"{CONTAINER}.{_key(peft_type)}.{prefix_of(peft_type)}{name}"

@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import (
     PEFT_TYPE_TO_CONFIG_MAPPING,
     PEFT_TYPE_TO_TUNER_MAPPING,
@@ -21,17 +20,9 @@ from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from hf_spec.adapters.checkpoint import (
-    CONFIG,
-    PEFT_PREFIX,
-    WEIGHTS,
-    Origin,
-    check_weights,
-    read_weights,
-    readable,
-)
+from hf_spec.adapters.checkpoint import CONFIG, WEIGHTS, Origin, read_weights, readable
 from hf_spec.adapters.config import SpecPeftConfig
-from hf_spec.adapters.layer import Adapter, layer_of, layers_of, name_on_disk
+from hf_spec.adapters.layer import Adapter, layer_of, layers_of
 from hf_spec.core.checks import UNFIT, explained
 from hf_spec.core.memory import locked, memory
 from hf_spec.files import is_path, read_json
@@ -88,14 +79,14 @@ def load_directly(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     given = bound.arguments
     origin, name = _asked(given), given["adapter_name"] or "default"
     config: Any = _ours(origin, given["peft_config"])
-    taken = name in getattr(self, "peft_config", {}) and given["hotswap"] is not True
-    if config is not None and taken:
+    taken, swaps = name in getattr(self, "peft_config", {}), given["hotswap"] is True
+    if config is not None and taken and not swaps:
         raise ValueError(
             f"the model already has an adapter named {name!r}: give this one another name, such as "
             f"adapter_name={type(config).type_name.lower()!r}, or drop that one first, "
             f"model.delete_adapter({name!r})."
         )
-    if config is None or name in getattr(self, "peft_config", {}) or given["hotswap"] is True:
+    if config is None or swaps:
         return original(self, *args, **kwargs)
     weights = given["adapter_state_dict"]
     if weights is None and origin is not None:
@@ -134,9 +125,9 @@ def load_unattached(base: Any, place: str) -> Adapter:
         ValueError: it is none of hf_spec, it changes the base's weights, or its files are broken.
     """
     state = _state(base, place)
-    adapter = _known(base, place, state)
-    if adapter is None:
-        adapter = _keep(base, place, state, _read_unattached(base, place))
+    adapter = _kept(base, place, state)
+    if adapter is None:  # another thread may be faster
+        adapter = _kept(base, place, state, _read_unattached(base, place))
     device, dtype = placement(base)  # the base may have moved since
     return adapter.to(device, dtype)
 
@@ -153,30 +144,20 @@ def _state(base: Any, place: str) -> Hashable:
 
 
 @locked
-def _known(base: Any, place: str, state: Hashable) -> Adapter | None:
-    """An adapter that was read from these files; if there is none, those of files that have changed
-    since, or are gone, are dropped."""
+def _kept(base: Any, place: str, state: Hashable, new: Adapter | None = None) -> Any:
+    """The adapter that was read from these files; else a new one, which is kept, if there is any.
+    Those of files that have changed since, or are gone, are then dropped."""
     kept = memory(base).setdefault(load_unattached, {})
     if place in kept and kept[place][0] == state:
         kept[place] = kept.pop(place)  # the last in order
-        adapter: Adapter = kept[place][1]
-        return adapter
+        return kept[place][1]
     for name in [name for name, (before, _) in kept.items() if before != _state(base, name)]:
         del kept[name]
-    return None
-
-
-@locked
-def _keep(base: Any, place: str, state: Hashable, adapter: Adapter) -> Adapter:
-    """Keep an adapter; returns that of another thread if this was faster."""
-    known = _known(base, place, state)
-    if known is not None:
-        return known
-    kept = memory(base)[load_unattached]
-    kept[place] = state, adapter
-    for name in [*kept][:-NAMED]:
-        del kept[name]
-    return adapter
+    if new is not None:
+        kept[place] = state, new
+        for name in [*kept][:-NAMED]:
+            del kept[name]
+    return new
 
 
 def _read_unattached(base: Any, place: str) -> Adapter:
@@ -210,13 +191,8 @@ def _read_unattached(base: Any, place: str) -> Adapter:
     tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
     with same_draws(placement(base).device):  # a call's seed is for its tokens
         adapter: Adapter = tuner.adapter_class.build(config, base).eval()
-    own = {name_on_disk(kind, name): one for name, one in adapter.state_dict().items()}
     stored = read_weights(origin.weights())
-    stored = {name.removeprefix(PEFT_PREFIX): one for name, one in stored.items()}
-    check_weights(kind, stored, own, placement(base).dtype)
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(stored[name])
+    adapter.load_state_dict(adapter.from_file(stored, placement(base).dtype))
     adapter.requires_grad_(False)
     adapter.name, adapter.origin = place, origin
     return adapter
@@ -303,8 +279,7 @@ def _ours(origin: Origin | None, config: Any) -> SpecPeftConfig | None:
     if not issubclass(PEFT_TYPE_TO_CONFIG_MAPPING.get(kind, object), SpecPeftConfig):
         return None
     with explained(f"cannot read {str(path)!r}", ValueError, OSError, *UNFIT):
-        found: SpecPeftConfig = _read_config(origin)
-        return found
+        return _read_config(origin)
 
 
 def _note(model: Any, name: str, origin: Origin) -> None:

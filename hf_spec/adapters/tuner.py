@@ -20,7 +20,6 @@ from transformers.integrations import peft as peft_integration
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils import ModelOutput
 
-from hf_spec.adapters.checkpoint import PEFT_PREFIX, check_weights
 from hf_spec.adapters.config import SpecPeftConfig, SpecPeftType
 from hf_spec.adapters.layer import (
     CONTAINER,
@@ -30,7 +29,6 @@ from hf_spec.adapters.layer import (
     layer_of,
     layers_of,
     left_out,
-    name_on_disk,
     prefix_of,
 )
 from hf_spec.adapters.loading import find_active, unchanged_on_error
@@ -39,8 +37,7 @@ from hf_spec.modeling_patches.per_call import patch_method
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.sequences import IGNORED
 
-# --------------------------------------------------------------------------------------------------
-# hf_spec's adapters beside others, such as a fine-tune's LoRA, and beside a base to be saved.
+# -- hf_spec's adapters beside others, such as a fine-tune's LoRA, and beside a base to be saved ---
 #
 # They hang on the base model, whatever is around it, such as a `PeftModel` of a LoRA; each type has
 # an active adapter of its own. PEFT and Transformers refuse some of this, or change adapters of
@@ -305,13 +302,10 @@ class SpecTuner(BaseTuner):
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         # PEFT would skip parameters without a counterpart.
-        base, kind = unwrapped(model), cls.type_name
-        layer = layer_of(base, kind)
+        base = unwrapped(model)
+        layer = layer_of(base, cls.type_name)
         if layer is not None:
-            stored = {key.removeprefix(PEFT_PREFIX): one for key, one in state_dict.items()}
-            own = layer.adapters[adapter_name].state_dict()
-            expected = {name_on_disk(kind, name): tensor for name, tensor in own.items()}
-            check_weights(kind, stored, expected, placement(base)[1])
+            layer.adapters[adapter_name].from_file(state_dict, placement(base).dtype)
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
@@ -409,23 +403,17 @@ def register_type(
     known = PEFT_TYPE_TO_CONFIG_MAPPING.get(name)
     if known is config_class:
         return
-    if known is not None and _path(known) != _path(config_class):  # equal paths: a reloaded module
+    own, theirs = path_of(config_class), path_of(known or config_class)
+    if theirs != own:  # else a reloaded module may register it again
         raise ValueError(
-            f"the PEFT type {name} already belongs to {_path(known)}; choose another type_name for "
-            f"{_path(config_class)}."
+            f"the PEFT type {name} already belongs to {theirs}; choose another type_name for {own}."
         )
-    tuner_class = type(
-        f"{name}_Tuner",
-        (SpecTuner,),
-        {
-            "type_name": name,
-            "prefix": prefix,
-            "adapter_class": adapter_class,
-            "objective": None if objective is None else staticmethod(objective),
-            "num_anchors": num_anchors,
-            "__module__": __name__,
-        },
-    )
+    attributes = {
+        "type_name": name, "prefix": prefix, "adapter_class": adapter_class,
+        "objective": None if objective is None else staticmethod(objective),
+        "num_anchors": num_anchors, "__module__": __name__,
+    }  # fmt: skip
+    tuner_class = type(f"{name}_Tuner", (SpecTuner,), attributes)
     globals()[tuner_class.__name__] = tuner_class  # where pickle looks for it
     peft_type: Any = SpecPeftType(name)
     PEFT_TYPE_TO_CONFIG_MAPPING[peft_type] = config_class
@@ -438,5 +426,6 @@ def register_type(
 peft_integration.MIN_PEFT_VERSION = "0.21.0"
 
 
-def _path(cls: type) -> str:
+def path_of(cls: type) -> str:
+    """The name of a class with its module's."""
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -53,8 +53,7 @@ class AttentionLayer(CacheLayerMixin):
     @property
     def window(self) -> int | None:
         """Tokens that a query sees, itself included, if no more are kept; None if all are."""
-        window: int | None = self.cache.states.windows.get(self.index)
-        return window
+        return self.cache.states.windows.get(self.index)
 
     @property
     def is_sliding(self) -> bool:
@@ -238,8 +237,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
-# --------------------------------------------------------------------------------------------------
-# What all attention layers hold: preallocated buffers, and where a block is written to them.
+# -- What all attention layers hold: preallocated buffers, and where a block is written to them ----
 
 #: Views end on multiples of this many slots: fused attention kernels need aligned masks.
 ALIGNMENT = 16

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -54,7 +54,7 @@ class RecurrentStates:
         self.rules = rules
         self.groups: list[list[StateKey]] = []
         self.snapshot = StateSnapshot([0] * batch_size, [])
-        self.visible = torch.empty(0, device="cpu")  # which nodes each node of the block sees
+        self.visible: Callable[[], Tensor]  # which nodes each node of the block sees
         #: Whether the running forward is one token per row, for which layers run their own code on
         #: copies of the states.
         self.plain = False
@@ -96,9 +96,9 @@ class RecurrentStates:
 
     # -- a block, as layers see it -------------------------------------------------------------
 
-    def begin(self, visible: Tensor, first: int, plain: bool) -> None:
-        """Open a block, ``visible`` as of :class:`Step`, ``first`` nodes of which were forwarded
-        earlier in this step."""
+    def begin(self, visible: Callable[[], Tensor], first: int, plain: bool) -> None:
+        """Open a block, ``visible`` as of :class:`Step`, asked for when a layer runs uncompiled;
+        ``first`` nodes of it were forwarded earlier in this step."""
         self.visible, self._steps = visible, {}
         self.plain, self._last = plain, None
         if not first:
@@ -109,7 +109,7 @@ class RecurrentStates:
         """The open block, on the running layer's device."""
         device = self._device
         if device not in self._steps:
-            self._steps[device] = Step(self.visible.to(device), False if self._traced else None)
+            self._steps[device] = Step(self.visible().to(device), False if self._traced else None)
         return self._steps[device]
 
     def run_next(self, layer: int, number: int = 0) -> None:
@@ -301,7 +301,7 @@ class RecurrentStates:
         own = copy.copy(self)
         own.snapshot = StateSnapshot([], list(tensors))
         own._traced, own._kept = True, {}
-        own.visible, own._steps = visible, {}
+        own.visible, own._steps = lambda: visible, {}
         return own
 
     def kept_tensors(self) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -26,7 +27,7 @@ from hf_spec.modeling_patches.support import LAYERS
 # Row ``r`` holds its ``lengths[r]`` accepted tokens in slots ``0 .. lengths[r] - 1``, without
 # padding or holes. A forward writes the nodes of its tree after them; they become part of the row
 # only when :meth:`commit` keeps the accepted ones. What layers of one kind hold is in one object
-# (:mod:`.buffers`), which begins, commits and selects for all of them together.
+# (:class:`AttentionStates`), which begins, commits and selects for all of them together.
 #
 # An exception, such as an interrupt, may occur between any two lines. The buffers and the rows'
 # lengths change together and stay valid; :meth:`repair` rebuilds the rest. Slots past a row's
@@ -186,7 +187,7 @@ class TreeCache(StatefulCache):
         self.block = OpenBlock(start, slots, end, front, tree, first)
         if self.recurrent is not None:
             alone = tree.num_nodes == 1 and not first
-            self.recurrent.begin(tree.ancestors[:, first:], first, plain and alone)
+            self.recurrent.begin(partial(_visible, tree, first), first, plain and alone)
         return end
 
     def appending(self, appended: int, count: int) -> OpenBlock:
@@ -498,7 +499,8 @@ def take_over(
             _copy_in(cache.layers[index].views[name], _held(layer)[name], columns, count)
             left[index] -= 1
             if not left[index]:
-                _free(layer)
+                for freed in _held(layer):
+                    setattr(layer, freed, None)
 
 
 def _windows(layers: Sequence[Any]) -> dict[int, int]:
@@ -622,11 +624,6 @@ def _held(layer: Any) -> dict[str, Tensor]:
     return held
 
 
-def _free(layer: Any) -> None:
-    for name in _held(layer):
-        setattr(layer, name, None)
-
-
 def _copy_in(target: Tensor, source: Tensor, columns: Tensor | None, seq: int) -> None:
     """Copy and pack states ``(batch, heads, kept, dim)``, the last ``kept`` of ``seq`` columns;
     ``columns`` ``(batch, slots)``: where each slot's state is, None if columns are slots.
@@ -638,3 +635,8 @@ def _copy_in(target: Tensor, source: Tensor, columns: Tensor | None, seq: int) -
         places = (columns.to(source.device) - first).clamp(0, source.shape[2] - 1)
         source, first = source.take_along_dim(places[:, None, :, None], 2), 0
     target[:, :, first : first + source.shape[2]].copy_(source)
+
+
+def _visible(tree: Tree, first: int) -> Tensor:
+    """What the nodes ``first ..`` of a tree see; a function of its own, as caches are pickled."""
+    return tree.ancestors[:, first:]

@@ -9,8 +9,6 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-# -- Checks of user input (ranges, counts, choices) and short texts of errors ----------------------
-
 T = TypeVar("T")
 P = ParamSpec("P")
 #: Of a value: raises a ValueError with the given name unless the value is right.

@@ -1,11 +1,11 @@
 """Sizes and transfers of what a step hands to the device."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-
-# -- Transfer of small tensors to a device ---------------------------------------------------------
 
 
 def to_device(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
@@ -18,6 +18,17 @@ def to_device(values: Any, device: torch.device | str, dtype: torch.dtype | None
     own = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu", dtype=dtype)
     # What comes from a device would not be there yet.
     return own.to(device, dtype, non_blocking=own.device.type == "cpu")
+
+
+def all_to_device(arrays: Sequence[Any], device: torch.device | str) -> list[Tensor]:
+    """NumPy arrays as tensors, by one transfer; those of larger items must come first."""
+    data = np.concatenate([one.reshape(-1).view(np.uint8) for one in arrays])
+    whole, found, end = to_device(data, device), [], 0
+    for one in arrays:
+        start, end = end, end + one.nbytes
+        kind = torch.from_numpy(one).dtype
+        found.append(whole[start:end].view(kind).view(one.shape))
+    return found
 
 
 def is_async(device: torch.device) -> bool:

@@ -46,8 +46,7 @@ def recall(model: Any, key: Hashable, make: Callable[[], T]) -> T:
     learned = memory(model).setdefault(_LEARNED, {})
     if key not in learned:
         learned[key] = make()
-    found: T = learned[key]
-    return found
+    return learned[key]
 
 
 @locked

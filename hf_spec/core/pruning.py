@@ -5,8 +5,8 @@ they run in one forward, so that no row is padded for the fullest one. The subtr
 dropped nodes are dropped with them. This module knows only trees.
 """
 
-import dataclasses
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -90,22 +90,18 @@ def keep_likely(tree: Tree, likely: Tensor, log_p: Tensor) -> tuple[Tree, Tensor
         counts = tree.probe_counts.gather(1, nodes)
     kept = tree.valid.gather(1, rows)
     kept[:, :count] = alive.gather(1, nodes)
-    return _of_rows(
-        tree, rows, nodes, valid=kept, row_sizes=tuple(min(count, most) - 1 for most in real),
-        first_probe=first, probe_counts=counts, probes=None,
-    ), rows  # fmt: skip
+    smaller = Tree.of_tensors((*_of_rows(tree, rows, nodes, kept), first, counts), tree.group)
+    sizes = tuple(min(count, most) - 1 for most in real)
+    return smaller.changed(row_sizes=sizes, row_depths=tree.row_depths, slots=nodes), rows
 
 
-def _of_rows(tree: Tree, rows: Tensor, nodes: Tensor, **fields: Any) -> Tree:
-    """The tree of some of its nodes and probes, ``rows``, of which the first have tokens."""
+def _of_rows(tree: Tree, rows: Tensor, nodes: Tensor, valid: Tensor) -> Sequence[Tensor]:
+    """The tensors of some of a tree's nodes and probes, ``rows``, the first of which have
+    tokens."""
     order = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
     place = torch.zeros_like(tree.parents).scatter_(1, nodes, order)
     above = tree.parents.gather(1, rows)
     seen = tree.ancestors.gather(1, rows[:, :, None].expand(-1, -1, tree.num_nodes))
     seen = seen.gather(2, rows[:, None, :].expand(-1, rows.shape[1], -1))
-    smaller = dataclasses.replace(
-        tree, tokens=tree.tokens.gather(1, rows.to(tree.tokens.device)),
-        parents=torch.where(above < 0, above, place.gather(1, above.clamp(min=0))),
-        depths=tree.depths.gather(1, rows), q=None, host=None, ranked=False, slots=nodes, **fields,
-    )  # fmt: skip
-    return smaller.with_ancestors(seen)
+    parents = torch.where(above < 0, above, place.gather(1, above.clamp(min=0)))
+    return tree.tokens.gather(1, rows), parents, tree.depths.gather(1, rows), valid, seen

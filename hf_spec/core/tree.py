@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_spec.core.device import to_device
+from hf_spec.core.device import all_to_device, to_device
 from hf_spec.core.shapes import ProbeGroup, ProbeLayout, TokenTree, depths_of
 from hf_spec.threads import cached_property
 
@@ -92,35 +92,6 @@ class HostTree(NamedTuple):
     depths: Any
     tokens: Any
 
-    def ancestors(
-        self, group: ProbeGroup | None = None, probes: ProbeLayout | None = None,
-        shape: tuple[int, int] | None = None,
-    ) -> Any:  # fmt: skip
-        """``(batch, nodes, nodes)`` bool: whether the second node is the first one, or an ancestor
-        of it, or a probe of its group that it sees.
-
-        Args:
-            group, probes: the probes under the nodes, which come after these; None for none.
-            shape: numbers of nodes and of probes, padding included; None for no padding. Padding
-                has no ancestors; that of probes sees what the root sees.
-        """
-        batch, count = self.parents.shape
-        nodes, behind = shape or (count, 0 if probes is None else probes.kinds.shape[1])
-        seen = np.zeros((batch, nodes + behind, nodes + behind), bool)
-        row, own = np.arange(batch)[:, None], np.arange(count)
-        above = np.where(self.probs > 0, self.parents, own)
-        node = np.broadcast_to(own, above.shape)
-        for _ in range(int(self.depths.max()) + 1):
-            seen[row, own, node] = True
-            node = above[row, node]
-        if group is not None and probes is not None:
-            end = nodes + probes.kinds.shape[1]
-            seen[:, nodes:end] = seen[row, probes.nodes]
-            seen[:, nodes:end, nodes:end] = probes.visible(group)
-        everyone = np.arange(nodes + behind)
-        seen[:, everyone, everyone] = True
-        return seen
-
     def rows(self, sizes: Sequence[int]) -> list[Row]:
         """Each row's tree, given its number of draft tokens."""
         columns = self.parents.tolist(), self.tokens.tolist(), self.probs.tolist()
@@ -138,9 +109,8 @@ class HostTree(NamedTuple):
 # fact derived from the rest: the attention mask and the verification both read it.
 
 
-@dataclass(frozen=True)
-class Tree:
-    """One draft tree per batch row with its probes, padded to the largest.
+class TreeTensors(NamedTuple):
+    """What the device has of trees: all that a forward and its verification read.
 
     Attributes:
         tokens: ``(batch, nodes)`` int64 token ids; of a probe, the index of its embedding.
@@ -149,39 +119,96 @@ class Tree:
         depths: ``(batch, nodes)`` int64 positions after the root.
         valid: ``(batch, nodes)`` bool; False for padding, which attends to the prefix and to
             itself, and for draft tokens that must not be accepted.
-        row_sizes: number of draft tokens of each row.
-        row_depths: depth of each row's deepest draft token.
-        group: the full group of probes; a node with fewer has the first ones. None without probes.
-        first_probe: ``(batch, tokens)`` index of the first probe of each node that has a token,
-            counted after these nodes.
-        probe_counts: ``(batch, tokens)`` how many probes each of them has.
-        probes: where they are, on the host; None if it does not know, or there are none.
-        q: ``(batch, tokens, vocab)`` distribution that each draft token was sampled from, after all
-            logits processors; None if none was sampled. That of the root is ignored.
-        host: the trees without probes on the host; None where it does not know them, as in recorded
-            code.
-        ranked: whether it knows the tokens and how likely nodes are, too. The policy then chooses
-            how many of them are forwarded.
-        whole: whether all nodes are forwarded anyway.
-        slots: ``(batch, tokens)`` place of each node in the step's block of the KV cache; None if
-            it is the node's index.
+        ancestors: ``(batch, nodes, nodes)`` bool; ``[b, q, k]``: q sees k, which is q, one of its
+            ancestors, or a probe of its group.
+        first_probe: ``(batch, tokens)`` int64 index of the first probe of each node that has a
+            token, counted after these nodes; None without probes.
+        probe_counts: ``(batch, tokens)`` int64, how many probes each of them has.
     """
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
     valid: Tensor
-    row_sizes: tuple[int, ...]
-    row_depths: tuple[int, ...]
-    group: ProbeGroup | None = None
+    ancestors: Tensor
     first_probe: Tensor | None = None
     probe_counts: Tensor | None = None
-    probes: ProbeLayout | None = None
-    q: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of nodes with a token, and of probes."""
+        nodes = self.tokens.shape[1]
+        count = nodes if self.first_probe is None else self.first_probe.shape[1]
+        return count, nodes - count
+
+    def cut(self, tokens: int, probes: int) -> TreeTensors:
+        """Those of the first nodes with a token, and of the first probes."""
+        first = self.shape[0]
+        if (tokens, probes) == self.shape:
+            return self
+
+        def own(part: Tensor, dim: int = 1) -> Tensor:
+            if not probes or tokens == first:
+                return part.narrow(dim, 0, tokens + probes)
+            pair = part.narrow(dim, 0, tokens), part.narrow(dim, first, probes)
+            return torch.cat(pair, dim)
+
+        *parts, seen = map(own, self[:5])
+        places = [part[:, :tokens] for part in self[5:] if part is not None and probes]
+        return TreeTensors._make([*parts, own(seen, 2), *places, None, None][:7])
+
+    def padded(self, nodes: int) -> TreeTensors:
+        """Those of trees without probes, padded to so many nodes."""
+        more = 0, nodes - self.tokens.shape[1]
+        parts, seen = [pad(part, more) for part in self[:4]], pad(self.ancestors, more * 2)
+        seen.diagonal(0, 1, 2).fill_(True)
+        return TreeTensors._make([*parts, seen, None, None])
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """One draft tree per batch row with its probes, padded to the largest.
+
+    All changes are the host's. What the device needs, :attr:`tensors`, is made from what the host
+    knows and transferred once, when it is first asked for.
+
+    Attributes:
+        row_sizes: number of draft tokens of each row.
+        row_depths: depth of each row's deepest draft token.
+        shape: numbers of nodes with a token, and of probes, padding included.
+        device: where its tensors are.
+        host: the trees without probes on the host; None where it does not know them, as in recorded
+            code.
+        group: the full group of probes; a node with fewer has the first ones. None without probes.
+        probes: where they are, on the host; None if it does not know, or there are none.
+        usable: ``(batch, nodes)`` bool NumPy array, False for draft tokens that must not be
+            accepted; None if there are none.
+        chosen: ``(batch, tokens)`` tokens that only the device knows; None if the host does.
+        q: ``(batch, tokens, vocab)`` distribution that each draft token was sampled from, after all
+            logits processors; None if none was sampled. That of the root is ignored.
+        ranked: whether the host knows the tokens and how likely nodes are, too. The policy then
+            chooses how many of them are forwarded.
+        whole: whether all nodes are forwarded anyway.
+        slots: ``(batch, tokens)`` place of each node in the step's block of the KV cache; None if
+            it is the node's index.
+        source: trees with the same nodes, whose tensors these share; padding and probes that only
+            they have are left out.
+    """
+
+    row_sizes: tuple[int, ...]
+    row_depths: tuple[int, ...]
+    shape: tuple[int, int]
+    device: torch.device
     host: HostTree | None = None
+    group: ProbeGroup | None = None
+    probes: ProbeLayout | None = None
+    usable: Any = None
+    chosen: Tensor | None = None
+    q: Tensor | None = None
     ranked: bool = False
     whole: bool = False
     slots: Tensor | None = None
+    source: Tree | None = None
 
     # -- construction ------------------------------------------------------------------------
 
@@ -200,14 +227,17 @@ class Tree:
     def chain(tokens: Tensor) -> Tree:
         """A chain of tokens ``(batch, nodes)`` in every row, the root first."""
         batch, nodes = tokens.shape
-        order = torch.arange(nodes, device=tokens.device)
         parents = np.broadcast_to(np.maximum(np.arange(nodes) - 1, 0), (batch, nodes))
         depths = np.broadcast_to(np.arange(nodes), (batch, nodes))
-        return Tree(
+        host = HostTree(np.ones(depths.shape), parents, depths, np.zeros_like(depths))
+        sizes = (nodes - 1,) * batch
+        tree = Tree(sizes, sizes, (nodes, 0), tokens.device, host, chosen=tokens)
+        # Prompts are chains: too long to be transferred.
+        order = torch.arange(nodes, device=tokens.device)
+        seen = (order <= order[:, None]).expand(batch, -1, -1)
+        return tree.with_tensors(
             tokens, (order - 1).expand(batch, -1), order.expand(batch, -1),
-            torch.ones(batch, nodes, dtype=torch.bool, device=tokens.device),
-            (nodes - 1,) * batch, (nodes - 1,) * batch,
-            host=HostTree(np.ones(depths.shape), parents, depths, np.zeros_like(depths)),
+            torch.ones(batch, nodes, dtype=torch.bool, device=tokens.device), seen,
         )  # fmt: skip
 
     @staticmethod
@@ -219,45 +249,25 @@ class Tree:
             np.array(filled([row.depths for row in rows])),
             np.array(filled([row.tokens for row in rows])),
         )  # fmt: skip
-        return Tree.of_host(host, [len(row.tokens) - 1 for row in rows], device)
+        return Tree.of_host(host, [len(row.tokens) - 1 for row in rows], device, ranked=True)
 
     @staticmethod
     def of_host(
-        host: HostTree, sizes: Sequence[int], device: torch.device | str,
-        group: ProbeGroup | None = None, probes: ProbeLayout | None = None,
-        shape: tuple[int, int] | None = None,
-    ) -> Tree:  # fmt: skip
-        """Trees that the host knows, with these numbers of draft tokens, in few transfers.
+        host: HostTree, sizes: Sequence[int], device: torch.device | str, **fields: Any
+    ) -> Tree:
+        """Trees that the host knows, with these numbers of draft tokens, and no probes."""
+        count = host.tokens.shape[1]
+        depths = (host.depths * _real(count, sizes)).max(1).tolist()
+        return Tree(tuple(sizes), tuple(depths), (count, 0), torch.device(device), host, **fields)
 
-        Args:
-            host: the trees without probes.
-            group, probes: the probes under their nodes; None for none.
-            shape: numbers of nodes with a token, and of probes, padding included; None for no
-                padding.
-        """
-        batch, count = host.tokens.shape
-        nodes, behind = shape or (count, 0 if probes is None else probes.kinds.shape[1])
-        real = np.arange(count) <= np.array(sizes)[:, None]
-        depths = np.where(real, host.depths, 1)
-        row_depths = tuple((depths * real).max(1).tolist())
-        above = host.parents * real
-        above[:, 0] = -1
-        parts = np.zeros((4 if probes is None else 6, batch, nodes + behind), np.int64)
-        parts[:4, :, :count] = host.tokens, above, depths, real
-        if group is not None and probes is not None:
-            end = nodes + probes.kinds.shape[1]
-            under = probes.depths(depths, group)
-            parts[:4, :, nodes:end] = probes.kinds, probes.nodes, under, probes.real
-            parts[4:, :, :count] = probes.first, probes.counts
-        tokens, parents, deep, valid, *places = to_device(parts, device)
-        first, counts = (part[:, :nodes] for part in places) if places else (None, None)
-        tree = Tree(
-            tokens, parents, deep, valid.bool(), tuple(sizes), row_depths, group, first, counts,
-            probes, host=host, ranked=True,
-        )  # fmt: skip
-        if shape is None:  # else it is forwarded; it may still be cut
-            return tree
-        return tree.with_ancestors(to_device(host.ancestors(group, probes, shape), device))
+    @staticmethod
+    def of_tensors(tensors: Sequence[Tensor | None], group: ProbeGroup | None = None) -> Tree:
+        """Trees that only the device knows, given their :class:`TreeTensors`: of their sizes and
+        depths, the host has upper bounds."""
+        own = TreeTensors._make([*tensors, None, None][:7])
+        most = (own.shape[0] - 1,) * len(own.tokens)
+        tree = Tree(most, most, own.shape, own.tokens.device, group=group)
+        return tree.with_tensors(*own)
 
     @staticmethod
     def packed(parents: Tensor, depths: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
@@ -280,34 +290,35 @@ class Tree:
         """Inverse of :meth:`packed`; ``numbers``: the same on the host, None to transfer it."""
         if numbers is None:
             numbers = packed.cpu().numpy()
-        parents, depths, tokens, log_probs = np.split(numbers, 4, axis=1)
-        probs = np.exp(log_probs.astype(np.float64))
-        parents, depths, tokens = (part.astype(np.int64) for part in (parents, depths, tokens))
+        parts = numbers.reshape(len(numbers), 4, -1).swapaxes(0, 1)
+        probs = np.exp(parts[3].astype(np.float64))
+        parents, depths, tokens = parts[:3].astype(np.int64)
         real = probs > 0
         host = HostTree(probs, np.maximum(parents, 0) * real, depths, tokens)
-        return Tree.of_host(host, (real.sum(1) - 1).tolist(), packed.device)
+        sizes = (real.sum(1) - 1).tolist()
+        return Tree.of_host(host, sizes, packed.device, ranked=True)
 
     # -- shape -------------------------------------------------------------------------------
 
     @property
     def batch_size(self) -> int:
         """Number of rows of the batch."""
-        return self.tokens.shape[0]
+        return len(self.row_sizes)
 
     @property
     def num_nodes(self) -> int:
         """Root, draft tokens and probes, padding included."""
-        return self.tokens.shape[1]
+        return sum(self.shape)
 
     @property
     def num_tokens(self) -> int:
         """Root and draft tokens, padding included."""
-        return self.num_nodes if self.first_probe is None else self.first_probe.shape[1]
+        return self.shape[0]
 
     @property
     def num_probes(self) -> int:
         """Probes, padding included."""
-        return self.num_nodes - self.num_tokens
+        return self.shape[1]
 
     @property
     def max_depth(self) -> int:
@@ -319,31 +330,119 @@ class Tree:
         """Whether every row is known to be a chain."""
         return self.host is not None and self.row_depths == self.row_sizes
 
+    # -- what the device has -----------------------------------------------------------------
+
     @cached_property
-    def ancestors(self) -> Tensor:
-        """``(batch, nodes, nodes)`` bool; ``[b, q, k]``: q sees k, which is q, one of its
-        ancestors, or a probe of its group."""
-        nodes, device = self.num_nodes, self.parents.device
-        if self.is_chain and not self.ranked and min(self.row_sizes) + 1 == nodes:
-            order = torch.arange(nodes, device=device)
-            return (order <= order[:, None]).expand(self.batch_size, -1, -1)
+    def tensors(self) -> TreeTensors:
+        """What the device needs, made and transferred when it is first asked for."""
+        source, chosen = self.source, self.chosen
+        if source is None:
+            made = self._uploaded()
+        else:
+            made = source.tensors.cut(*self.shape)
+            if self.usable is not source.usable:
+                made = made._replace(valid=to_device(self._valid(), self.device))
+        if chosen is None:
+            return made
+        if chosen.shape[1] < self.num_nodes:
+            chosen = torch.cat([chosen, made.tokens[:, chosen.shape[1] :]], 1)
+        return TreeTensors(chosen, *made[1:])
+
+    def _uploaded(self) -> TreeTensors:
+        """Those of trees that the host knows, by one transfer."""
+        host, probes, group, (nodes, _) = self.host, self.probes, self.group, self.shape
+        assert host is not None
+        batch, count = host.tokens.shape
+        real = _real(count, self.row_sizes)
+        whole = np.zeros((3, batch, self.num_nodes), np.int64)  # tokens, parents and depths
+        tokens, parents, depths = whole[:, :, :count]
+        tokens[:], parents[:], depths[:] = host.tokens, host.parents * real, 1
+        np.copyto(depths, host.depths, where=real)
+        parents[:, 0] = -1
+        parts = [whole, self._valid(), self._seen()]
+        if probes is not None and group is not None:
+            end, deep = nodes + probes.kinds.shape[1], probes.depths(whole[2], group)
+            whole[:, :, nodes:end] = probes.kinds, probes.nodes, deep
+            places = np.zeros((2, batch, nodes), np.int64)
+            places[:, :, :count] = probes.first, probes.counts
+            parts.insert(1, places)
+        made, *others, valid, seen = all_to_device(parts, self.device)
+        first, counts = others[0] if others else (None, None)
+        return TreeTensors._make([*made, valid, seen, first, counts])
+
+    def _valid(self) -> Any:
         assert self.host is not None
-        return to_device(self.host.ancestors(self.group, self.probes), device)
+        batch, count = self.host.tokens.shape
+        valid, real = np.zeros((batch, self.num_nodes), bool), _real(count, self.row_sizes)
+        valid[:, :count] = real if self.usable is None else real & self.usable
+        if self.probes is not None:
+            nodes = self.num_tokens
+            valid[:, nodes : nodes + self.probes.real.shape[1]] = self.probes.real
+        return valid
+
+    def _seen(self) -> Any:
+        """What nodes see. Padding has no ancestors; that of probes sees what the root sees."""
+        host, probes, group, (nodes, _) = self.host, self.probes, self.group, self.shape
+        assert host is not None
+        batch, count = host.parents.shape
+        seen = np.zeros((batch, self.num_nodes, self.num_nodes), bool)
+        row, own = np.arange(batch)[:, None], np.arange(count)
+        above = np.where(host.probs > 0, host.parents, own)
+        itself = seen.reshape(batch, -1)[:, :: self.num_nodes + 1]
+        itself[:], node = True, above
+        for _ in range(self.max_depth):
+            seen[row, own, node] = True
+            node = above[row, node]
+        if probes is not None and group is not None:
+            end = nodes + probes.kinds.shape[1]
+            seen[:, nodes:end] = seen[row, probes.nodes]
+            seen[:, nodes:end, nodes:end] = probes.visible(group)
+            itself[:] = True
+        return seen
+
+    def with_tensors(self, *tensors: Tensor | None) -> Self:
+        """Set :attr:`tensors`, which are known; returns the tree."""
+        vars(self)["tensors"] = TreeTensors._make([*tensors, None, None][:7])
+        return self
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.tensors.tokens
+
+    @property
+    def parents(self) -> Tensor:
+        return self.tensors.parents
+
+    @property
+    def depths(self) -> Tensor:
+        return self.tensors.depths
+
+    @property
+    def valid(self) -> Tensor:
+        return self.tensors.valid
+
+    @property
+    def ancestors(self) -> Tensor:
+        return self.tensors.ancestors
+
+    @property
+    def first_probe(self) -> Tensor | None:
+        return self.tensors.first_probe
+
+    @property
+    def probe_counts(self) -> Tensor | None:
+        return self.tensors.probe_counts
 
     @property
     def drafted(self) -> Tree:
         """The trees without probes."""
-        return self if self.first_probe is None else self._drafted
+        return self if self.group is None else self._drafted
 
     @cached_property
     def _drafted(self) -> Tree:
-        nodes = self.num_tokens
-        tree = dataclasses.replace(
-            self, tokens=self.tokens[:, :nodes], parents=self.parents[:, :nodes],
-            depths=self.depths[:, :nodes], valid=self.valid[:, :nodes], group=None,
-            first_probe=None, probe_counts=None, probes=None,
-        )  # fmt: skip
-        return tree.with_ancestors(self.ancestors[:, :nodes, :nodes])
+        shape = self.num_tokens, 0
+        tree = dataclasses.replace(self, shape=shape, group=None, probes=None)
+        return tree.with_tensors(*self.tensors.cut(*shape))
 
     def probes_of(self, nodes: Tensor) -> Tensor:
         """``(batch, len(group))`` indices, among all nodes, of the probes of one node ``(batch,)``
@@ -356,38 +455,45 @@ class Tree:
     # -- changes -----------------------------------------------------------------------------
 
     def changed(self, **fields: Any) -> Self:
-        """A copy with other fields, but the same shape: ``ancestors`` remain."""
+        """A copy with other fields, but the same tensors, or with other tensors, of which the host
+        knows nothing."""
+        own = {name: fields.pop(name) for name in TreeTensors._fields if name in fields}
+        if own:
+            tree = dataclasses.replace(self, host=None, **fields)
+            return tree.with_tensors(*self.tensors._replace(**own))
         tree = dataclasses.replace(self, **fields)
-        return tree.with_ancestors(vars(self).get("ancestors"))
+        return tree.with_tensors(*self.tensors) if self._is_made else tree
 
-    def with_ancestors(self, ancestors: Tensor | None) -> Self:
-        """Set :attr:`ancestors` where they are known; returns the tree."""
-        if ancestors is not None:
-            vars(self)["ancestors"] = ancestors
-        return self
+    @property
+    def _is_made(self) -> bool:
+        return "tensors" in vars(self)
 
     def with_tokens(self, tokens: Tensor, q: Tensor | None = None) -> Tree:
-        """The trees with these tokens ``(batch, tokens)`` in place of those of their nodes."""
-        if self.num_probes:
-            tokens = torch.cat([tokens, self.tokens[:, self.num_tokens :]], dim=1)
-        # Trees without tokens are kept from step to step: their ancestors are computed once.
-        return self.changed(tokens=tokens, q=q, ranked=False).with_ancestors(self.ancestors)
+        """The trees with these tokens ``(batch, tokens)`` in place of those of their nodes.
+
+        Trees without tokens may be kept from step to step: what the device has of them is shared.
+        """
+        source, chosen = self.source or self, tokens.to(self.device)
+        return dataclasses.replace(self, chosen=chosen, q=q, ranked=False, source=source)
 
     def without(self, tokens: Sequence[int]) -> Tree:
-        """The trees in which draft tokens of these ids cannot be accepted."""
-        unwanted = to_device(tokens, self.tokens.device)
-        found = torch.isin(self.tokens, unwanted).to(self.valid.device)
+        """The trees in which draft tokens of these ids cannot be accepted, for verification."""
+        unwanted = to_device(tokens, self.device)
+        found = torch.isin(self.tokens, unwanted)
         found[:, 0] = False
         found[:, self.num_tokens :] = False  # probes, whose tokens are indices
-        return self.changed(valid=self.valid & ~found, ranked=False)
+        return self.changed(valid=self.valid & ~found)
 
     def within(self, depths: Sequence[int]) -> Tree:
         """The trees in which draft tokens deeper than this, per row, cannot be accepted."""
         if self.max_depth <= min(depths):
             return self
-        deep = self.depths > to_device(depths, self.depths.device)[:, None]
-        deep[:, self.num_tokens :] = False  # probes
-        return self.changed(valid=self.valid & ~deep, ranked=False)
+        assert self.host is not None
+        usable = self.host.depths <= np.array(depths)[:, None]
+        if self.usable is not None:
+            usable &= self.usable
+        source = self if self._is_made else self.source
+        return dataclasses.replace(self, usable=usable, source=source)
 
     def likeliest(self, count: int) -> Tree:
         """The ``count`` likeliest draft tokens of ranked trees without probes."""
@@ -396,13 +502,9 @@ class Tree:
             return self
         assert host is not None
         host = HostTree(*(part[:, :nodes] for part in host))
-        sizes = tuple(min(size, count) for size in self.row_sizes)
-        depths = host.depths.tolist()
-        row_depths = tuple(max(row[: size + 1]) for row, size in zip(depths, sizes))
-        return Tree(
-            self.tokens[:, :nodes], self.parents[:, :nodes], self.depths[:, :nodes],
-            self.valid[:, :nodes], sizes, row_depths, host=host, ranked=True,
-        )  # fmt: skip
+        sizes = [min(size, count) for size in self.row_sizes]
+        usable = None if self.usable is None else self.usable[:, :nodes]
+        return Tree.of_host(host, sizes, self.device, usable=usable, ranked=True)
 
     def attach_probes(
         self, group: ProbeGroup, counts: Sequence[Sequence[int]] | None = None,
@@ -411,68 +513,54 @@ class Tree:
         """The trees with probes of a group: so many of the first ones under each node of each
         row's tree as ``counts`` has, or all of them. ``shared``: all nodes have those of the root,
         a node of depth d without the first d."""
-        host, nodes = self.host, self.num_nodes
+        host, nodes = self.host, self.num_tokens
         assert host is not None
         counts = [[len(group)] * nodes] * self.batch_size if counts is None else counts
         probes = ProbeLayout.of([[*row, *[0] * (nodes - len(row))] for row in counts])
         if shared:
             own = np.where(host.probs > 0, host.depths, 1)
             probes = probes._replace(first=own, counts=probes.counts[:, :1] - own)
-        tree = Tree.of_host(host, self.row_sizes, self.parents.device, group, probes)
-        if not self.ranked:
-            valid = torch.cat([self.valid, tree.valid[:, nodes:]], dim=1)
-            tree = tree.with_tokens(self.tokens, self.q).changed(valid=valid)
-        return tree.changed(whole=self.whole)
+        shape = nodes, probes.kinds.shape[1]
+        return dataclasses.replace(self, shape=shape, group=group, probes=probes, source=None)
 
     # -- for compiled code -------------------------------------------------------------------
 
     def padded(self, tokens: int, probes: int) -> Tree:
         """The trees padded to these numbers of nodes with tokens, and of probes."""
-        if self.host is not None and self.ranked:
-            shape, device = (tokens, probes), self.parents.device
-            return Tree.of_host(self.host, self.row_sizes, device, self.group, self.probes, shape)
-        nodes, more, behind = self.num_tokens, tokens - self.num_tokens, probes - self.num_probes
+        shape, source = (tokens, probes), self.source
+        if shape == self.shape:
+            return self
+        if source is not None and source.shape == self.shape:
+            return dataclasses.replace(self, shape=shape, source=source.padded(*shape))
+        found: dict[tuple[int, int], Tree] = vars(self).setdefault("_padded", {})
+        if shape not in found:
+            wider = dataclasses.replace(self, shape=shape, source=None)
+            if self._is_made and self.group is None:  # the device may be all that knows them
+                wider.with_tensors(*self.tensors.padded(tokens))
+            found[shape] = wider
+        return found[shape]
 
-        def wider(part: Tensor) -> Tensor:
-            own = pad(part[:, :nodes], (0, more))
-            return torch.cat([own, pad(part[:, nodes:], (0, behind))], dim=1) if probes else own
-
-        tree = dataclasses.replace(
-            self, tokens=wider(self.tokens), parents=wider(self.parents),
-            depths=wider(self.depths), valid=wider(self.valid), host=None,
-            first_probe=None if self.first_probe is None else pad(self.first_probe, (0, more)),
-            probe_counts=None if self.probe_counts is None else pad(self.probe_counts, (0, more)),
-        )  # fmt: skip
-        seen = pad(self.ancestors[:, :nodes, :nodes], (0, more + probes) * 2)
-        if self.num_probes:
-            end = tokens + self.num_probes
-            seen[:, tokens:end, :nodes] = self.ancestors[:, nodes:, :nodes]
-            seen[:, tokens:end, tokens:end] = self.ancestors[:, nodes:, nodes:]
-        seen.diagonal(0, 1, 2).fill_(True)
-        return tree.with_ancestors(seen)
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors that a forward and its verification read; see :meth:`with_tensors`."""
-        parts = [self.tokens, self.parents, self.depths, self.valid, self.ancestors]
-        return parts + [part for part in (self.first_probe, self.probe_counts) if part is not None]
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Tree:
-        """A tree of these :meth:`tensors`; of its depths on the host only upper bounds remain."""
-        tokens, parents, depths, valid, ancestors, *probes = tensors
-        most = (self.num_tokens - 1,) * self.batch_size
-        first, counts = probes or (None, None)
-        tree = Tree(tokens, parents, depths, valid, most, most, self.group, first, counts)
-        return tree.with_ancestors(ancestors)
+    def part_of(self, padded: Tree) -> Tree:
+        """The same trees, sharing what the device has of the :meth:`padded` ones, unless it has
+        their own."""
+        known = self._is_made or self.source is not None or padded is self
+        return self if known else dataclasses.replace(self, source=padded)
 
 
 @lru_cache(maxsize=256)
 def _of_shapes(shapes: tuple[TokenTree, ...], device: str) -> Tree:
     sizes = [shape.num_draft_tokens for shape in shapes]
     parents = np.maximum(filled([shape.parents for shape in shapes]), 0)
-    real = np.arange(parents.shape[1]) <= np.array(sizes)[:, None]
     depths = np.array(filled([shape.depths for shape in shapes]))
+    real = _real(parents.shape[1], sizes)
     host = HostTree(real.astype(float), parents, depths, np.zeros_like(parents))
-    return Tree.of_host(host, sizes, device).changed(ranked=False)
+    tree = Tree.of_host(host, sizes, device)
+    return tree.with_tensors(*tree.tensors)  # before recorded code asks for them
+
+
+def _real(nodes: int, sizes: Sequence[int]) -> Any:
+    """``(batch, nodes)`` bool, False for padding, given each row's number of draft tokens."""
+    return np.arange(nodes) <= np.array(sizes)[:, None]
 
 
 def filled(rows: Sequence[Sequence[Any]], value: Any = 0) -> list[list[Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -59,13 +58,7 @@ def note_source(config: GenerationConfig, source: str) -> None:
         config.assistant_kwargs = StoredOptions(config.assistant_kwargs, source)
 
 
-def warn_if_lossy(options: Any, lossless: bool) -> None:
-    """Warn, once per repository, if the given options are its own and not lossless."""
-    if isinstance(options, StoredOptions) and not lossless:
-        _warn_of_lossy(options.source, options["acceptance"])
-
-
-@functools.cache
+@cache  # once per repository
 def _warn_of_lossy(source: str, acceptance: str) -> None:
     logger.warning(
         "%s asks for acceptance=%r, which emits other tokens than the model alone would. Pass "
@@ -144,35 +137,32 @@ class SpecConfig(GenerationConfig):
                 as a keyword.
         """
         name = str(pretrained_model_name)
+        cannot = f"cannot read a SpecConfig from {name!r}"
         if not Path(name).exists() and is_path(name):
-            raise FileNotFoundError(
-                f"cannot read a SpecConfig from {name!r}: there is no such folder"
-            )
+            raise FileNotFoundError(f"{cannot}: there is no such folder")
         plain = not args and not {"config_file_name", "subfolder"} & kwargs.keys()
         if plain and Path(name).is_dir() and not (Path(name) / GENERATION).is_file():
             raise FileNotFoundError(
-                f"cannot read a SpecConfig from {name!r}: the folder has no {GENERATION}, so that "
-                "it is no adapter's"
+                f"{cannot}: the folder has no {GENERATION}, so that it is no adapter's"
             )
         file = Path(name, kwargs.get("config_file_name") or GENERATION)
         if file.is_file():
             read_json(file)  # which says what is wrong with it
         try:
-            with explained(f"cannot read a SpecConfig from {name!r}", ValueError, *UNFIT):
+            with explained(cannot, ValueError, *UNFIT):
                 found = super().from_pretrained(pretrained_model_name, *args, **kwargs)
         except OSError as error:
             if Path(name).exists():
                 raise
             raise OSError(
-                f"cannot read a SpecConfig from {name!r}: there is no such folder here, and on the "
-                f"Hub: {first_line(error)}"
+                f"{cannot}: there is no such folder here, and on the Hub: {first_line(error)}"
             ) from error
         config = found[0] if isinstance(found, tuple) else found  # with unused keywords
         if config.assistant_strategy is None and "assistant_strategy" not in kwargs:
             raise ValueError(
-                f"cannot read a SpecConfig from {name!r}: its {file.name} names no "
-                "assistant_strategy, as a model's own does not. Give an adapter's folder, or the "
-                f"strategy: SpecConfig.from_pretrained({name!r}, assistant_strategy={AUTO!r})."
+                f"{cannot}: its {file.name} names no assistant_strategy, as a model's own does "
+                "not. Give an adapter's folder, or the strategy: "
+                f"SpecConfig.from_pretrained({name!r}, assistant_strategy={AUTO!r})."
             )
         return found
 
@@ -180,7 +170,7 @@ class SpecConfig(GenerationConfig):
 # -- ``assistant_strategy="auto"``: the strategy that fits what a call has -------------------------
 
 #: What works with every model, and needs nothing.
-LOOKUPS = "prompt_lookup"
+UNTRAINED = "token_recycling"
 
 
 @dataclass(frozen=True)
@@ -203,7 +193,7 @@ class Choice:
 def choose(model: Any, assistant: Any = None, place: str | None = None) -> Choice:
     """The strategy for a model as it is: with the call's assistant if there is one, else with the
     adapter that the call names, else with the active adapter, else with what the checkpoint brings
-    along, else by prompt lookup.
+    along, else from its own earlier predictions.
 
     Raises:
         ValueError: adapters of several strategies are active, or the named one cannot be used.
@@ -231,7 +221,7 @@ def choose(model: Any, assistant: Any = None, place: str | None = None) -> Choic
             if obstacle is None:
                 return Choice(name, "the model's own checkpoint has layers for it", passed=passed)
             passed[name] = obstacle
-    return Choice(LOOKUPS, "it needs no adapter, and none is active", passed=passed)
+    return Choice(UNTRAINED, "it needs no adapter, and none is active", passed=passed)
 
 
 def resolve_auto(model: Any, config: GenerationConfig, assistant: Any = None) -> None:
@@ -257,8 +247,7 @@ def _obstacle(model: Any, name: str, included: Any) -> str | None:
             known[AUTO, name] = None
         except (ValueError, NotImplementedError) as error:
             known[AUTO, name] = first_line(error).removeprefix(f"assistant_strategy={name!r}: ")
-    obstacle: str | None = known[AUTO, name]
-    return obstacle
+    return known[AUTO, name]
 
 
 def _stored(adapter: Adapter, strategy: str) -> StoredOptions:
@@ -452,8 +441,9 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     _check_strays(config.assistant_strategy, vars(config))
     resolve_auto(model, config, assistant)
     method = get_method(config.assistant_strategy)
-    options = method.parse_options(config.assistant_kwargs)
-    warn_if_lossy(config.assistant_kwargs, ACCEPTANCE_RULES[options.acceptance])
+    given, options = config.assistant_kwargs, method.parse_options(config.assistant_kwargs)
+    if isinstance(given, StoredOptions) and not ACCEPTANCE_RULES[options.acceptance]:
+        _warn_of_lossy(given.source, options.acceptance)
     config.assistant_kwargs = options
     check_model(model)
     check_attention(model)

@@ -319,7 +319,7 @@ class Prompt:
         if owner.given is not None:
             check_packable(owner.given)
             if owner.filled is not None:
-                _check_alone(self.input_ids, self.real)
+                _check_single_row(self.input_ids, self.real)
         run, chunks = model._prefill, []
         if reads.nodes:  # otherwise the model runs as it is, compiled if it is compiled
             changes = Changes()
@@ -375,7 +375,7 @@ def _last(hidden: Tensor) -> Tensor:
     return hidden[:, -1:]
 
 
-def _check_alone(input_ids: Tensor, real: Tensor | None) -> None:
+def _check_single_row(input_ids: Tensor, real: Tensor | None) -> None:
     """Refuse to fill a caller's ``DynamicCache`` where rows differ in length: one cache for all has
     the longest row's, and what plain generation runs to fill it up."""
     rows, padded = len(input_ids), real is not None and not bool(real.all())

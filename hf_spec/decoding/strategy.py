@@ -81,7 +81,7 @@ _ONE_TOKEN = (
 )
 _NO_STATES = (
     "makes its logits of more than its decoder's final states, which heads and probes are read "
-    "from. Choose prompt_lookup, layer_skip, or none"
+    "from. Choose token_recycling, prompt_lookup, layer_skip, or none"
 )
 
 

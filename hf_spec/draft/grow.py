@@ -202,9 +202,8 @@ def extended(block: Tree | None, frontier: Frontier) -> tuple[Tree, int]:
         depths = torch.cat([block.depths, depths], 1)
         tokens = torch.cat([block.tokens, tokens], 1)
         above = torch.cat([block.parents, above], 1)
-    sizes = (tokens.shape[1] - 1,) * batch
-    tree = Tree(tokens, above, depths, torch.ones_like(tokens, dtype=torch.bool), sizes, sizes)
-    return tree.with_ancestors(seen), first
+    valid = torch.ones_like(tokens, dtype=torch.bool)
+    return Tree.of_tensors((tokens, above, depths, valid, seen)), first
 
 
 @lru_cache(maxsize=256)

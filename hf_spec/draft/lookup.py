@@ -18,6 +18,7 @@ from hf_spec.core.checks import (
     number,
     setting,
 )
+from hf_spec.core.device import to_device
 from hf_spec.core.memory import locked, recall
 from hf_spec.core.rows import FollowsRows
 from hf_spec.core.tree import HostTree, Row, Tree
@@ -372,22 +373,24 @@ def merged(tree: Tree, lookups: Sequence[Row]) -> Tree:
         return _appended(tree, tree.host, lookups)
     rows = zip(tree.host.rows(tree.row_sizes), lookups)
     both = [row.merge(other).likeliest_first() for row, other in rows]
-    return Tree.of_rows(both, tree.tokens.device)
+    return Tree.of_rows(both, tree.device)
 
 
 def _appended(tree: Tree, host: HostTree, lookups: Sequence[Row]) -> Tree:
     """The trees, which are forwarded whole, with looked-up draft tokens appended."""
     sizes = tree.row_sizes
-    # A transfer: the device has chosen the tokens that looked-up ones may be equal to.
-    known = tree.tokens[:, : tree.num_tokens].tolist()
+    # A transfer, if the device has chosen the tokens that looked-up ones may be equal to.
+    known = (host.tokens if tree.chosen is None else tree.chosen).tolist()
     own = [
         Row(row.parents, tokens[: size + 1], [1.0] * (size + 1))
         for row, tokens, size in zip(host.rows(sizes), known, sizes)
     ]
     rows = [row.merge(other) for row, other in zip(own, lookups)]
-    both, q = Tree.of_rows(rows, tree.tokens.device), tree.q
+    both, q = Tree.of_rows(rows, tree.device), tree.q
     if q is not None:
-        certain = torch.nn.functional.one_hot(both.tokens, q.shape[-1]).to(q.dtype)
+        assert both.host is not None
+        tokens = to_device(both.host.tokens, q.device)
+        certain = torch.nn.functional.one_hot(tokens, q.shape[-1]).to(q.dtype)
         for row, size in enumerate(sizes):
             certain[row, : size + 1] = q[row, : size + 1]
         q = certain

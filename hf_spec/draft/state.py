@@ -144,7 +144,6 @@ class DecodeState(FollowsRows):
         host = tree.host
         assert host is not None
         if not all(self.active):  # grown before it was known that rows stop short of their bonus
-            tree.tokens[:, 0] = self.root
             host.tokens[:, 0] = [row[-1] for row in self.tokens]
         return tree, host
 

@@ -1,4 +1,8 @@
-"""``draft_model``: another, smaller model drafts."""
+"""``draft_model``: another, smaller model with the same tokenizer drafts.
+
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), with trees
+that grow level by level as in EAGLE-2 (Li et al., 2024, section 4.1).
+"""
 
 from __future__ import annotations
 
@@ -219,8 +223,7 @@ class SharedKVPredictor(AssistantPredictor):
             **only_logits(self.assistant),
         )  # fmt: skip
         self._after = found.last_hidden_state
-        logits: Tensor = found.logits[..., : self.shared]
-        return logits
+        return found.logits[..., : self.shared]
 
     def finish(self) -> None:
         super().finish()
@@ -358,12 +361,6 @@ class DraftModelPredictor(AssistantPredictor):
         tokens: list[int] = found[0, input_ids.shape[1] :].tolist()
         wrong = (place for place, token in enumerate(tokens) if token >= self.shared)
         return tokens[: next(wrong, len(tokens))]
-
-
-# -- ``draft_model``: another, smaller model with the same tokenizer drafts ------------------------
-#
-# Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), with trees
-# that grow level by level as in EAGLE-2 (Li et al., 2024, section 4.1).
 
 
 def make(model: Any, options: GrowOptions, assistant: Any) -> AssistantPredictor:

@@ -26,12 +26,7 @@ from hf_spec.modeling_patches.weights import device_of, input_features, output_f
 from hf_spec.predict.decoder import Decoder, DecoderConfig, DecoderNetwork
 from hf_spec.predict.losses import ChainConfig, chain_loss
 from hf_spec.predict.markov import DraftVocabulary, check_tokens
-from hf_spec.predict.network import (
-    DraftNetwork,
-    GrowOptions,
-    MaskRows,
-    NetworkPredictor,
-)
+from hf_spec.predict.network import DraftNetwork, GrowOptions, MaskRows, NetworkPredictor
 from hf_spec.target.hidden_states import Reads
 
 #: What changes the numbers, and no shapes but those of the norms.

@@ -145,8 +145,7 @@ class ThresholdExit(DraftExit):
         self.acceptance = smoothed
 
 
-# --------------------------------------------------------------------------------------------------
-# The LAYER_SKIP adapter: the sublayers that drafting skips, and low-rank updates of the rest.
+# -- The LAYER_SKIP adapter: the sublayers that drafting skips, and low-rank updates of the rest ---
 #
 # The updates, if there are any, are trained by distillation from the full model (Draft & Verify,
 # appendix F). As in decoding, draft tokens see the full model's KV cache: the full model
@@ -354,7 +353,8 @@ class LayerSkipPredictor(Predictor):
         Exits use probabilities of the former: scores of a low temperature are always confident.
         """
         k = tokens.shape[1] - 1
-        output = state.target(Tree.chain(tokens), first=k, changes=self.drafting)
+        chains = Tree.of_shapes([TokenTree.chain(k)] * len(tokens), tokens.device)
+        output = state.target(chains.with_tokens(tokens), first=k, changes=self.drafting)
         state.stats.num_draft_forwards += 1
         logits = output.logits[:, -1]
         return logits.float(), state.process(logits, tokens[:, 1:], drafting, drafting=True)
@@ -492,8 +492,6 @@ def _choice(model: Any, options: LayerSkipOptions) -> tuple[list[int], list[int]
         )
     return adapter.config.skip_attention, adapter.config.skip_mlp, adapter
 
-
-# -- ``layer_skip``: draft with the model itself, leaving out layers (Draft & Verify) --------------
 
 METHOD = Method(
     name="layer_skip",

@@ -41,5 +41,5 @@ METHOD = Method(
     objective=heads_loss,
     needs_adapter=True,
     training={"learning_rate": 3e-3, "num_train_epochs": 8},
-    formats="hf_spec.tools.formats.medusa",
+    formats="hf_spec.tools.formats.papers",
 )

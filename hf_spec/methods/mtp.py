@@ -1,4 +1,9 @@
-"""``mtp``: layers for multi-token prediction of the checkpoint draft."""
+"""``mtp``: layers for multi-token prediction of the checkpoint draft.
+
+Level by level, as trees of EAGLE-3 grow: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024),
+sections 2.2 and 5.4.3; Gloeckle et al., "Better & Faster Large Language Models via Multi-token
+Prediction" (2024).
+"""
 
 from __future__ import annotations
 
@@ -323,13 +328,10 @@ def _file(origin: Origin, *names: str) -> Path | None:
         return next(filter(None, found), None)
 
 
-# -- ``mtp``: draft with the layers for multi-token prediction of the model's own checkpoint -------
+# -- The MTP adapter: the layers, fine-tuned -------------------------------------------------------
 #
-# Level by level, as trees of EAGLE-3 grow: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024),
-# sections 2.2 and 5.4.3; Gloeckle et al., "Better & Faster Large Language Models via Multi-token
-# Prediction" (2024). An adapter is the layers, fine-tuned: a step of training runs them as drafting
-# does (:mod:`hf_spec.predict.losses`), and token embeddings, final norm and output
-# embeddings are the base's, which stay as they are.
+# A step of training runs them as drafting does (:mod:`hf_spec.predict.losses`), and token
+# embeddings, final norm and output embeddings are the base's, which stay as they are.
 
 #: Steps of the training-time test, if there are not more layers.
 STEPS = 4

@@ -303,8 +303,7 @@ class OnlinePredictor(HeadPredictor):
         return {"online": {"hits": self.hits.cumulative.tolist()}}
 
 
-# --------------------------------------------------------------------------------------------------
-# Drafts with a tree whose unlikely nodes are pruned after the first layers: ProPD, section 4.
+# -- Drafts with a tree whose unlikely nodes are pruned after the first layers: ProPD, section 4 ---
 
 #: Value of ``drafter`` for the adapter's own heads.
 HEADS = "heads"
@@ -461,8 +460,6 @@ def _check_prunable(drafter: Drafter, layer: int) -> None:
             "an early head for fewer layers."
         )
 
-
-# -- ``propd``: trees whose unlikely draft tokens are pruned after the first layers (ProPD) --------
 
 METHOD = Method(
     name="propd",

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import find_active, require_active
-from hf_spec.adapters.tuner import Objective, register_type
+from hf_spec.adapters.tuner import Objective, path_of, register_type
 from hf_spec.core.checks import check_choice, check_names
 from hf_spec.core.shapes import TokenTree
 from hf_spec.draft.drafter import Drafter
@@ -191,8 +191,7 @@ class Method:
         made = make(model, options, *given)
         if isinstance(made, Predictor):
             made = self.drafter(model, options, made)
-        drafter: Drafter = made
-        return drafter
+        return made
 
 
 _registered: dict[str, Method] = {}
@@ -205,18 +204,16 @@ def register_method(method: Method) -> None:
 
     Raises:
         ValueError: it is no :class:`Method`; or the name, or the type of its adapter, belongs to
-            another method; or one of
-            ``adapter_config`` and ``adapter_module`` is missing.
+            another method; or one of ``adapter_config`` and ``adapter_module`` is missing.
     """
     if not isinstance(method, Method):
         raise ValueError(f"register_method({method!r}): give a hf_spec.Method.")
-    known = _registered.get(method.name)
-    if known is not None and _path(known.declares) != _path(
-        method.declares
-    ):  # not a reloaded module
+    own = path_of(method.declares)
+    known = path_of(_registered.get(method.name, method).declares)
+    if known != own:  # else a reloaded module may register it again
         raise ValueError(
-            f"the strategy {method.name!r} is that of {_path(known.declares)}: choose another name "
-            f"for that of {_path(method.declares)}."
+            f"the strategy {method.name!r} is that of {known}: choose another name for that of "
+            f"{own}."
         )
     if (method.adapter_config is None) != (method.adapter_module is None):
         raise ValueError(
@@ -229,10 +226,6 @@ def register_method(method: Method) -> None:
         )
         method.adapter_config.strategy = method.name
     _registered[method.name] = method
-
-
-def _path(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 @cache

@@ -1,4 +1,5 @@
-"""``space``: mask tokens and a semi-autoregressively trained model (SPACE)."""
+"""``space``: mask tokens and a semi-autoregressively trained model (SPACE), or mask tokens with
+low-rank updates of their own (Samragh et al., 2025)."""
 
 import hashlib
 from collections.abc import Mapping
@@ -314,8 +315,6 @@ class SpacePredictor(ProbePredictor):
         nothing = torch.zeros_like(distributions[0])  # of the root
         return columns, torch.stack([nothing, *distributions], dim=1)
 
-
-# -- ``space``: mask tokens with low-rank updates of their own (SPACE; Samragh et al., 2025) -------
 
 METHOD = Method(
     name="space",

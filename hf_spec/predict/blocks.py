@@ -277,8 +277,7 @@ class ConvolvedLayer(Qwen3DecoderLayer):
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
         def attention(inputs: Tensor) -> Tensor:
-            output: Tensor = self.self_attn(hidden_states=inputs, **given)[0]
-            return output
+            return self.self_attn(hidden_states=inputs, **given)[0]
 
         inner = self.attention_conv(self.input_layernorm(hidden_states), attention)
         hidden_states = hidden_states + inner

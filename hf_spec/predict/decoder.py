@@ -64,8 +64,7 @@ class LayerType:
     own: tuple[str, ...] = ()
 
     def config_class(self) -> type[Any]:
-        found: type[Any] = CONFIG_MAPPING[self.name]
-        return found
+        return CONFIG_MAPPING[self.name]
 
     def layer(self, config: Any, index: int) -> nn.Module:
         return LlamaDecoderLayer(config, index)
@@ -79,11 +78,10 @@ class LayerType:
 
     def config(self, fields: Mapping[str, Any], count: int) -> PreTrainedConfig:
         """Transformers' config of so many layers."""
-        made: PreTrainedConfig = self.config_class()(
+        return self.config_class()(
             **fields, num_hidden_layers=count, vocab_size=1, pad_token_id=None, bos_token_id=None,
             eos_token_id=None, use_cache=False, attn_implementation="sdpa",
         )  # fmt: skip
-        return made
 
     def flat(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The config of a checkpoint, with fields of layers as Llama's config names them.
@@ -132,8 +130,7 @@ class LayerType:
     def rest(self, layer: Any, hidden: Tensor, attended: Tensor) -> Tensor:
         """What a layer does after its attention, with the residual and the attention's output."""
         hidden = hidden + attended
-        found: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        return found
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 
 class Qwen3(LayerType):
@@ -229,8 +226,7 @@ class Gemma4(LayerType):
     def rest(self, layer: Any, hidden: Tensor, attended: Tensor) -> Tensor:
         hidden = hidden + layer.post_attention_layernorm(attended)
         inner = layer.mlp(layer.pre_feedforward_layernorm(hidden))
-        found: Tensor = (hidden + layer.post_feedforward_layernorm(inner)) * layer.layer_scalar
-        return found
+        return (hidden + layer.post_feedforward_layernorm(inner)) * layer.layer_scalar
 
 
 #: By the model type of a checkpoint's layers.
@@ -247,7 +243,7 @@ ARCHITECTURES = tuple(dict.fromkeys(kind.name for kind in LAYER_TYPES.values()))
 # forward that :mod:`~hf_spec.methods.eagle3` and :mod:`~hf_spec.predict` share.
 #
 # It reads the states of some layers of the base at a token, side by side, which a matrix fuses. Its
-# layers are those of a model that Transformers has (:mod:`.layer_types`). A method subclasses
+# layers are those of a model that Transformers has (:class:`LayerType`). A method subclasses
 # config, parameters and network for what it adds, and says what its rows see.
 
 #: Rules of sizes and of factors.

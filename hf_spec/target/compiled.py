@@ -116,7 +116,7 @@ class _Step:
         self, target: CompiledTarget, tree: Tree, first: int, keys: int, changes: Changes | None,
         verify: VerifyProgram | None, after: DraftProgram | None,
     ):  # fmt: skip
-        self.target, self.tree, self.first, self.keys = target, tree, first, keys
+        self.target, self.first, self.keys = target, first, keys
         self.changes, self.verify, self.after = changes, verify, after
         if first:
             self.width = bucket(tree.num_tokens - first)
@@ -124,6 +124,7 @@ class _Step:
         else:
             self.padded = tree.padded(bucket(tree.num_tokens), bucket(tree.num_probes))
             self.width = self.padded.num_nodes
+        self.tree = tree.part_of(self.padded)
         self.has_hidden = changes is None and target.reads_hidden(tree)
         #: Whether the code moves accepted nodes to the first slots. Where it is compiled, the host
         #: does so for all layers at once, which takes no compiling and few kernels.
@@ -153,7 +154,8 @@ class _Step:
         first = to_device([self.first], cache.lengths.device) if self.first else None
         before, drafting = ([], []) if after is None else (after.buffers, after.inputs)
         rule = [] if self.verify is None else self.verify.inputs
-        changing = self.padded.tensors(), [*self.named.values()], rule, drafting
+        tree = [part for part in self.padded.tensors if part is not None]
+        changing = tree, [*self.named.values()], rule, drafting
         tree, variables, rule, drafting = ([x.contiguous() for x in part] for part in changing)
         return _Inputs(
             before, cache.tensors(), [cache.lengths.contiguous()], tree, variables,
@@ -164,7 +166,7 @@ class _Step:
         rest = iter(tensors)
         given = _Inputs(*([*islice(rest, size)] for size in self.sizes))
         target, (lengths,) = self.target, given.lengths
-        rows = self.padded.with_tensors(given.tree)
+        rows = Tree.of_tensors(given.tree, self.padded.group)
         nodes = torch.arange(self.width, device=lengths.device)
         for first in given.first:
             nodes = nodes + first
@@ -217,7 +219,8 @@ class _Step:
         logits, *rest = self._cut(tensors)
         if self.has_hidden and self.after is not None:
             rest[0] = rest[0][:, :0]
-        return [logits[:, :0], *rest]
+        reads_later = self.target.reads.predicted and self.after is None
+        return [logits if reads_later else logits[:, :0], *rest]
 
     def _compared(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """What is checked of these results."""

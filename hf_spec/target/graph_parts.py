@@ -211,8 +211,7 @@ def _layout(value: Tensor) -> Sequence[int]:
     return (*value.shape, *(() if value.is_contiguous() else value.stride()))
 
 
-# --------------------------------------------------------------------------------------------------
-# Captured graphs in which the same operations recur, as in a decoder's layers: compiled once.
+# -- Captured graphs in which the same operations recur, as in a decoder's layers: compiled once ---
 #
 # Compiling takes time in proportion to a graph's length, and most of a decoder is one layer again
 # and again. Its graph is cut into what comes before the layers, each layer, and what comes after.
@@ -297,15 +296,12 @@ def _layout_of(node: fx.Node) -> Hashable:
     return value.shape, value.stride(), value.dtype, value.device
 
 
-def _inputs(body: fx.GraphModule) -> list[fx.Node]:
-    return list(body.graph.find_nodes(op="placeholder"))
-
-
 def _separate(body: fx.GraphModule) -> bool:
     """Whether inputs are tensors, and those that are written share no memory with others: they may
     be different layers' parts of a buffer."""
     ends: dict[StorageWeakRef, int] = {}
-    inputs: list[Any] = [node.meta.get("val") for node in _inputs(body)]
+    nodes = body.graph.find_nodes(op="placeholder")
+    inputs: list[Any] = [node.meta.get("val") for node in nodes]
     if not all(isinstance(value, Tensor) for value in inputs):
         return False
     written = {StorageWeakRef(tensor.untyped_storage()) for tensor in _written(body)}

@@ -96,10 +96,7 @@ class _Copy:
 
     def product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         """``(..., features)`` to ``(..., outputs)``, those of all weights one after the other."""
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(
-            inputs, self._packed, bias, "none", [], ""
-        )
-        return output
+        return torch.ops.mkldnn._linear_pointwise(inputs, self._packed, bias, "none", [], "")
 
 
 #: All copies by their weights' addresses, for compiled code.
@@ -292,8 +289,9 @@ def _shape_of_packed_linear(
 
 def _packed_linear(inputs: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     # An operator can be defined once; the module that has the copies may have been loaded again.
+    from hf_spec.target import packed_weights
 
-    return packed_linear(inputs, weights, biases)
+    return packed_weights.packed_linear(inputs, weights, biases)
 
 
 if not hasattr(torch.ops.hf_spec, "packed_linear"):

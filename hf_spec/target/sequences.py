@@ -52,15 +52,10 @@ class ProbedSequences(NamedTuple):
 
 
 def probe_sequences(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    anchors: Tensor,
-    group: ProbeGroup,
-    probe_inputs: ProbeInputs,
-    frozen: bool = True,
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None, anchors: Tensor,
+    group: ProbeGroup, probe_inputs: ProbeInputs, frozen: bool = True,
     while_probing: Changes | None = None,
-) -> ProbedSequences:
+) -> ProbedSequences:  # fmt: skip
     """Run sequences with a group of probes under every anchor.
 
     Args:
@@ -124,7 +119,7 @@ class _Run:
         if self.states is not None:
             running = Running()
             running.states = self.states
-            self.states.begin(visible, first, plain=False)
+            self.states.begin(lambda: visible, first, plain=False)
             tree_recurrences(self.model, changes, running)
         return changes
 
@@ -170,17 +165,12 @@ class _Run:
 
     def apart(self, while_probing: Changes | None) -> ProbedSequences:
         with torch.no_grad():
-            visible = self._token_rows()
-            cache = sequence_cache(self.states)
-            changes = self._changes(visible)
-            seen = captured(self.model, changes)
-            changes.run(
-                self.model,
-                input_ids=self.input_ids, attention_mask=self._mask(visible, self.positions, 0),
-                use_cache=True, **{CACHE: cache},
-                **self._given(self.positions),
-            )  # fmt: skip
-        token_hidden, front, ranks = seen[0], self.inputs.num_front, Ranks(self.model)
+            visible, cache = self._token_rows(), sequence_cache(self.states)
+            mask = self._mask(visible, self.positions, 0)
+            token_hidden = self._forward(
+                self._changes(visible), self.positions, mask, cache, input_ids=self.input_ids
+            )
+        front, ranks = self.inputs.num_front, Ranks(self.model)
         full = sequence_cache(self.states)
         for index, layer in enumerate(cache.layers):
             if not layer.is_initialized:  # one with recurrent states only
@@ -198,15 +188,10 @@ class _Run:
         averaged_exits(self.model, changes, self.inputs.exits)
         if self.inputs.update is not None:
             self.inputs.update.add_to(changes)
-        seen = captured(self.model, changes)
-        changes.run(
-            self.model,
-            **embedded(self.model, self._embeddings(), self.input_ids[:, :0]),
-            attention_mask=self._mask(visible, self.probe_positions, front),
-            use_cache=True, **{CACHE: full},
-            **self._given(self.probe_positions),
-        )  # fmt: skip
-        return self._split(seen[0], token_hidden)
+        inputs = embedded(self.model, self._embeddings(), self.input_ids[:, :0])
+        mask = self._mask(visible, self.probe_positions, front)
+        hidden = self._forward(changes, self.probe_positions, mask, full, **inputs)
+        return self._split(hidden, token_hidden)
 
     def together(self) -> ProbedSequences:
         if self.inputs.num_front or self.inputs.update is not None:
@@ -220,24 +205,34 @@ class _Run:
         )
         changes = self._changes(visible)
         averaged_exits(self.model, changes, self.inputs.exits, lambda: self.seq)
-        seen = captured(self.model, changes)
         # Recurrent layers ask their cache for states.
-        held = {} if self.states is None else {CACHE: sequence_cache(self.states)}
-        changes.run(
-            self.model, **embedded(self.model, embeddings, self.input_ids),
-            attention_mask=self._mask(visible, positions, 0),
-            use_cache=bool(held), **held, **self._given(positions),
-        )  # fmt: skip
-        return self._split(seen[0][:, self.seq :], seen[0][:, : self.seq])
+        cache = None if self.states is None else sequence_cache(self.states)
+        inputs = embedded(self.model, embeddings, self.input_ids)
+        mask = self._mask(visible, positions, 0)
+        hidden = self._forward(changes, positions, mask, cache, **inputs)
+        return self._split(hidden[:, self.seq :], hidden[:, : self.seq])
 
-    def _given(self, positions: Tensor) -> dict[str, Any]:
-        # Logits are computed later, from the hidden states of the wanted tokens.
-        given = supported_kwargs(self.model, position_ids=positions, logits_to_keep=1)
-        return given | only_logits(self.model)
+    def _forward(
+        self, changes: Changes, positions: Tensor, mask: Any, cache: Any, **inputs: Tensor
+    ) -> Tensor:
+        """The final hidden states of a forward."""
+        seen = captured(self.model, changes)
+        held = {} if cache is None else {CACHE: cache}
+        changes.run(
+            self.model, attention_mask=mask, use_cache=bool(held), **held, **inputs,
+            **_without_logits(self.model, position_ids=positions),
+        )  # fmt: skip
+        return seen[0]
 
     def _split(self, probes: Tensor, tokens: Tensor) -> ProbedSequences:
         shape = (self.batch, self.anchors.shape[1], len(self.group), probes.shape[-1])
         return ProbedSequences(probes.reshape(shape), tokens)
+
+
+def _without_logits(model: Any, **inputs: Tensor) -> dict[str, Any]:
+    """Those of ``inputs`` that the model's forward takes, and what leaves out its logits: they are
+    computed later, from the hidden states of the wanted tokens."""
+    return supported_kwargs(model, logits_to_keep=1, **inputs) | only_logits(model)
 
 
 def token_hidden(
@@ -274,8 +269,7 @@ def token_states(
         with torch.no_grad(), _evaluating(model):
             changes.run(
                 model, input_ids=input_ids, attention_mask=mask, use_cache=False,
-                **supported_kwargs(model, position_ids=positions, logits_to_keep=1),
-                **only_logits(model),
+                **_without_logits(model, position_ids=positions),
             )  # fmt: skip
             if not likeliest:
                 return seen
@@ -304,8 +298,6 @@ def computed_states(model: Any, embeddings: Tensor) -> Sequence[tuple[Tensor, Te
     dtype = placement(model).dtype
     tokens = torch.zeros(1, 0, dtype=torch.long, device=embeddings.device)
     with _evaluating(model):
-        model(
-            **embedded(model, embeddings[None].to(dtype), tokens), **{CACHE: cache},
-            use_cache=True, **supported_kwargs(model, logits_to_keep=1), **only_logits(model),
-        )  # fmt: skip
+        inputs = embedded(model, embeddings[None].to(dtype), tokens)
+        model(**inputs, **{CACHE: cache}, use_cache=True, **_without_logits(model))
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]

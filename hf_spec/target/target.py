@@ -21,7 +21,7 @@ from hf_spec.modeling_patches.attention_masks import Local, TreeAttention
 from hf_spec.modeling_patches.dynamic_rope import DynamicRope, rope_ends
 from hf_spec.modeling_patches.linear_attention import Running, tree_recurrences
 from hf_spec.modeling_patches.low_rank import LowRank
-from hf_spec.modeling_patches.modules import CACHE, averaged_exits, only_logits
+from hf_spec.modeling_patches.modules import CACHE, averaged_exits, only_logits, takes
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.skipping import Choose, early_pruning
@@ -29,11 +29,11 @@ from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.graphs import DraftProgram, Graphs
 from hf_spec.target.hidden_states import (
     NO_STATES,
+    Predicted,
     Reads,
     captured,
     embedded,
     gather_hidden,
-    supported_kwargs,
 )
 
 # -- The nodes of a tree that one forward runs over, and where slots stand for their mask ----------
@@ -207,6 +207,8 @@ class Output(NamedTuple):
     def read(self, reads: Reads, result: StepResult) -> Tensor | None:
         """What a drafter reads of the forward, given its result; see :meth:`Drafter.advance`."""
         hidden, tree = self.hidden, self.tree
+        if reads.predicted:
+            return Predicted.of(tree.drafted, self.logits).packed()
         if hidden is None or reads.tokens is None:
             return None
         if reads.tokens == "last":
@@ -257,17 +259,11 @@ class Target(FollowsRows):
     of_rows = ("last_position", "position_shift", "axes", "per_token", "row_kwargs")
 
     def __init__(
-        self,
-        model: Any,
-        cache: TreeCache,
-        last_position: Tensor,
-        position_shift: Tensor | None = None,
-        model_kwargs: dict[str, Any] | None = None,
-        per_token: dict[str, Tensor] | None = None,
-        probe_inputs: ProbeInputs | None = None,
-        reads: Reads = NO_STATES,
-        beside: Any = None,
-    ):
+        self, model: Any, cache: TreeCache, last_position: Tensor,
+        position_shift: Tensor | None = None, model_kwargs: dict[str, Any] | None = None,
+        per_token: dict[str, Tensor] | None = None, probe_inputs: ProbeInputs | None = None,
+        reads: Reads = NO_STATES, beside: Any = None,
+    ):  # fmt: skip
         self.model = model
         self.cache = cache
         self.attention = TreeAttention(model, beside=beside)
@@ -290,7 +286,7 @@ class Target(FollowsRows):
         others = {name: value for name, value in given.items() if name not in self.row_kwargs}
         self.model_kwargs = {**others, **only_logits(model, given)}
         self.per_token = per_token or {}
-        self.takes_positions = "position_ids" in supported_kwargs(model, position_ids=True)
+        self.takes_positions = takes(model, "position_ids")
         self.device, self.dtype = placement(model)
         self.probe_inputs = probe_inputs
         self.num_front = 0
@@ -313,15 +309,10 @@ class Target(FollowsRows):
                 self.front_seen = probe_inputs.sees_front(kinds)
 
     def __call__(
-        self,
-        tree: Tree,
-        first: int = 0,
-        pruning: Pruning | None = None,
-        changes: Changes | None = None,
-        logits_at: Tensor | None = None,
-        verify: VerifyProgram | None = None,
-        after: DraftProgram | None = None,
-    ) -> Output:
+        self, tree: Tree, first: int = 0, pruning: Pruning | None = None,
+        changes: Changes | None = None, logits_at: Tensor | None = None,
+        verify: VerifyProgram | None = None, after: DraftProgram | None = None,
+    ) -> Output:  # fmt: skip
         """Run the tree's nodes ``first ..``.
 
         Args:

@@ -1,6 +1,22 @@
-"""Prompts and answers in files, and progress while they are read."""
+"""Prompts and answers in files as people have them, which all commands read with this module; and
+the progress bar of whatever takes more than a few seconds.
 
-from __future__ import annotations
+A file holds JSON lines or a JSON array of objects in UTF-8, or it is a parquet file. What it holds
+is seen from its content, not its name. A name such as ``org/name``, ``org/name:split`` or
+``org/name:split:column`` that is no file is a dataset of the Hub, ``org/name/config`` one of
+several configurations; a folder, which may have ``:split:column``, too, is a dataset on disk. A row
+is one of:
+
+- a chat: ``messages`` (OpenAI, TRL), or ``conversations`` (ShareGPT). Its last message is the
+  answer if it is the assistant's; what comes before is the prompt.
+- a text: ``turns`` (Spec-Bench; the first is taken), ``prompt`` or ``question``; or ``instruction``
+  with ``input`` or ``context`` (Alpaca, Dolly). `ANSWER_FIELDS` may hold the answer. ``prompt`` and
+  ``completion`` may be lists of messages (TRL).
+
+The first of `PROMPT_FIELDS` that a row has is taken. A field that is null counts as missing.
+Messages that call tools, and those of tools, go to the chat template as they are. Rows that it
+refuses, or in which a tool speaks last, are left out and counted.
+"""
 
 import hashlib
 import io
@@ -15,8 +31,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hf_spec.core.checks import explained, first_line, install_extra, nearest
-
-# -- The progress bar of whatever takes more than a few seconds ------------------------------------
 
 
 @contextmanager
@@ -45,25 +59,6 @@ def progress_bar(title: str, shown: bool = True) -> Iterator[Callable[..., None]
 
         yield update
 
-
-# --------------------------------------------------------------------------------------------------
-# Reads files of prompts and answers as people have them; all commands read with this module.
-#
-# A file holds JSON lines or a JSON array of objects in UTF-8, or it is a parquet file. What it
-# holds is seen from its content, not its name. A name such as `org/name`, `org/name:split` or
-# `org/name:split:column` that is no file is a dataset of the Hub, `org/name/config` one of several
-# configurations; a folder, which may have `:split:column`, too, is a dataset on disk. A row is one
-# of:
-#
-# - a chat: ``messages`` (OpenAI, TRL), or ``conversations`` (ShareGPT). Its last message is the
-# answer if it is the assistant's; what comes before is the prompt. - a text: ``turns`` (Spec-Bench;
-# the first is taken), ``prompt`` or ``question``; or ``instruction``   with ``input`` or
-# ``context`` (Alpaca, Dolly). `ANSWER_FIELDS` may hold the answer. ``prompt``   and ``completion``
-# may be lists of messages (TRL).
-#
-# The first of `PROMPT_FIELDS` that a row has is taken. A field that is null counts as missing.
-# Messages that call tools, and those of tools, go to the chat template as they are. Rows that it
-# refuses, or in which a tool speaks last, are left out and counted.
 
 DEFAULT_CATEGORY = "default"
 #: Name of all categories together.
@@ -236,21 +231,28 @@ def load_named(named: Named) -> Any:
     if not named.on_hub:
         what = f"cannot read the folder {named.place!r} as a dataset"
     kinds = OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError
+    with quiet(), explained(what, *kinds):
+        if any(Path(named.place, name).is_file() for name in SAVED):
+            found = datasets.load_from_disk(named.place)
+        else:
+            found = datasets.load_dataset(repository, config)
+    return _column_of(named, _split_of(named, found))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block ``datasets`` logs nothing, and the Hub errors only: what is raised says
+    enough, and the Hub's retries would bury it."""
+    import datasets
     from huggingface_hub.utils import logging as hub_logging
 
     verbosity = datasets.logging.get_verbosity()
-    # The error says enough, and the Hub's retries would bury it.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     hub_logging.set_verbosity_error()
     try:
-        with explained(what, *kinds):
-            if any(Path(named.place, name).is_file() for name in SAVED):
-                found = datasets.load_from_disk(named.place)
-            else:
-                found = datasets.load_dataset(repository, config)
+        yield
     finally:
         datasets.logging.set_verbosity(verbosity)
-    return _column_of(named, _split_of(named, found))
 
 
 def _split_of(named: Named, found: Any) -> Any:

@@ -1,7 +1,5 @@
 """Loads a model by its name, in a dtype that its device computes fast in, and adapters into it."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
@@ -44,18 +42,15 @@ def load_model(
     path: str, dtype: str, device: str | None = None, attn_implementation: str | None = None,
     adapters: Iterable[Adapter] = (), pack: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """A causal language model in evaluation mode on its device, and its tokenizer.
+    """A causal language model in evaluation mode on its device, with adapters, and its tokenizer; a
+    ValueError if something cannot be loaded, or there is no such device.
 
     Args:
         path: a folder, or a repository on the Hub.
         dtype: name of a dtype, ``auto`` for the checkpoint's, or ``native``.
         device: None for an accelerator if there is one.
         attn_implementation: None for the model's own.
-        adapters: see :func:`load_adapters`.
         pack: whether to call :func:`pack_where_it_pays`.
-
-    Raises:
-        ValueError: model or adapter cannot be loaded, or there is no such device.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -75,14 +70,8 @@ def load_model(
 
 
 def model_without_weights(path: str) -> Any:
-    """A causal language model on the meta device, by its config alone, in the checkpoint's dtype.
-
-    Args:
-        path: a folder, or a repository on the Hub.
-
-    Raises:
-        ValueError: there is no such model.
-    """
+    """A causal language model on the meta device, by its config alone, in the checkpoint's dtype; a
+    ValueError if there is no such folder or repository on the Hub."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -98,18 +87,16 @@ def _explained(path: str) -> Iterator[None]:
     from transformers.utils.logging import disable_progress_bar
 
     check_model(path)
-    folder = Path(path)
-    if folder.is_dir() and not any((folder / name).is_file() for name in CONFIGS):
-        raise ValueError(f"cannot load model {path!r}: the folder has no {CONFIGS[0]}")
-    if (folder / CONFIGS[1]).is_file() and not any(folder.glob("tokenizer*")):
-        raise ValueError(
-            f"cannot load model {path!r}: it is an adapter without a tokenizer; give its base model"
-        )
     disable_progress_bar()
     # Its retries would bury the one line that says what is wrong.
     hub_logging.set_verbosity_error()
+    folder = Path(path)
     kinds = OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError
     with explained(f"cannot load model {path!r}", *kinds):
+        if folder.is_dir() and not any((folder / name).is_file() for name in CONFIGS):
+            raise ValueError(f"the folder has no {CONFIGS[0]}")
+        if (folder / CONFIGS[1]).is_file() and not any(folder.glob("tokenizer*")):
+            raise ValueError("it is an adapter without a tokenizer; give its base model")
         yield
 
 
@@ -150,22 +137,25 @@ def check_adapter(place: str, folder: bool = False) -> None:
     """Raise a ValueError if a place is a folder without an adapter, or one that is not there; with
     ``folder``, a name of a repository is none. Loads no library."""
     path = Path(place)
-    if not path.is_dir():
-        if folder or is_path(place):
-            raise ValueError(f"cannot read adapter {place!r}: there is no such folder")
+    if not (path.is_dir() or folder or is_path(place)):
         return  # a repository on the Hub
-    if not (path / CONFIGS[1]).is_file():
-        model = "; it is a model's: give an adapter's" if (path / CONFIGS[0]).is_file() else ""
-        raise ValueError(f"cannot read adapter {place!r}: the folder has no {CONFIGS[1]}{model}")
     with explained(f"cannot read adapter {place!r}", OSError, ValueError):
+        if not path.is_dir():
+            raise ValueError("there is no such folder")
+        if not (path / CONFIGS[1]).is_file():
+            model = "; it is a model's: give an adapter's" if (path / CONFIGS[0]).is_file() else ""
+            raise ValueError(f"the folder has no {CONFIGS[1]}{model}")
         if not isinstance(read_json(path / CONFIGS[1]).get("peft_type"), str):
             raise ValueError(f"its {CONFIGS[1]} names no peft_type")
 
 
 def read_adapters(paths: Iterable[str]) -> list[Adapter]:
-    """Read the ``SpecConfig`` beside each adapter's weights; a ValueError if one has none."""
+    """Read the ``SpecConfig`` beside each adapter's weights; a ValueError if one has none, or is
+    given twice."""
     paths = list(paths)
     for path in paths:
+        if paths.count(path) > 1:
+            raise ValueError(f"adapter {path!r} is given twice: leave one of them out")
         check_adapter(path)
 
     from peft import PeftConfig
@@ -190,11 +180,7 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
 
 def load_adapters(model: Any, adapters: Iterable[Adapter]) -> None:
     """Load adapters into ``model`` under their names, and activate all of them, beside a LoRA that
-    ``model`` was loaded with.
-
-    Raises:
-        ValueError: an adapter cannot be loaded.
-    """
+    ``model`` was loaded with; a ValueError names one that cannot be loaded."""
     from hf_spec.adapters.loading import fine_tunes
 
     names, kept = [], fine_tunes(model)

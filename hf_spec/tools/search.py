@@ -7,8 +7,6 @@ its value to luck and to the prompts that it was chosen on, so the best few are 
 prompts, in turns with plain decoding.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence
@@ -82,10 +80,7 @@ def starting_points(sublayers: Choice) -> list[Choice]:
 
 class LayerSearch:
     """A search on a model with development prompts, whose study is in an existing folder: it can be
-    interrupted and continued, with the same settings.
-
-    Args:
-        num_draft_tokens: K, most tokens drafted per step.
+    interrupted and continued, with the same settings. ``num_draft_tokens`` is K, the most per step.
     """
 
     def __init__(

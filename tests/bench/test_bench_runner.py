@@ -273,6 +273,23 @@ def test_which_adapters_change_the_model(tmp_path):
         read_adapters([str(tmp_path / "lora")])
 
 
+def test_contenders_whose_folders_have_one_name_are_told_apart():
+    def adapter(path, changes=False):
+        return Adapter(path, f"of {path}", "space", {}, changes)
+
+    one, two, other = adapter("a/space", True), adapter("b/space", True), adapter("c/other")
+    names = [item.name for item in contenders(["space"], adapters=[one, two, other])]
+    assert names == [
+        "generate@a/space", "generate@b/space", "space@a/space", "space@b/space", "space@other",
+    ]  # fmt: skip
+    plain = [item.baseline for item in contenders(["space"], adapters=[one, two, other])]
+    assert plain == [*names[:2], *names[:2], "generate"]
+    small = contenders(["draft_model"], assistants=["me/small", "you/small"])
+    assert [item.name for item in small] == ["draft_model@me/small", "draft_model@you/small"]
+    with pytest.raises(ValueError, match="adapter 'c/other' is given twice"):
+        read_adapters(["c/other", "a/space", "c/other"])
+
+
 def test_assistants(tmp_path, capsys):
     for name, layers in (("m", 2), ("small", 2), ("smaller", 1)):
         save_checkpoint(tmp_path / name, layers=layers)

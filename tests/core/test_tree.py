@@ -1,5 +1,6 @@
 """Tree and Row against their definitions, node by node in Python."""
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from random_trees import GROUPS, path_to, paths_of, random_row, random_tree, vis
 from torch import Tensor
 
 from hf_spec.core import verify
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.tree import Row, Tree, TreeTensors
 
 
 def check_row(tree: Tree, row: int, parents: Sequence[int]) -> None:
@@ -76,7 +77,8 @@ def test_trees_made_on_the_device_are_those_made_on_the_host(seed: int) -> None:
         size = tree.num_nodes
         assert not tree.host.probs[~tree.valid.numpy()].any()
         assert not tree.host.parents[~tree.valid.numpy()].any()
-    fits = Tree.packed(*(torch.full((1, size), 2**24 - 1) for _ in range(3)), torch.zeros(1, size))
+    none = torch.zeros(1, size)
+    fits = Tree.packed(none, none, torch.full((1, size), 2**24 - 1), none)
     assert Tree.unpacked(fits).tokens.eq(2**24 - 1).all()
 
 
@@ -180,7 +182,8 @@ def test_what_must_not_be_accepted(seed: int) -> None:
     assert torch.equal(left.valid[:, tree.num_tokens :], tree.valid[:, tree.num_tokens :])
     assert left.valid[:, 0].all()
     if not tree.num_probes:
-        assert accepted(left.attach_probes(GROUPS["causal"]), targets) == wanted
+        probed = tree.within(limits).attach_probes(GROUPS["causal"])
+        assert accepted(probed, targets) == [path[: n + 1] for path, n in zip(paths, limits)]
     assert tree.within([tree.max_depth] * 3) is tree
 
 
@@ -210,13 +213,20 @@ def test_padding_changes_neither_the_mask_nor_the_match(seed: int, group: str | 
     if group is not None:
         counts = [[rng.randint(0, len(GROUPS[group])) for _ in row.parents] for row in rows]
         tree = tree.attach_probes(GROUPS[group], counts)
-    if seed % 2:  # the host knows the shape alone
-        tree = tree.changed(ranked=False)
     targets, paths = leading_to(rng, tree)
+    if seed % 3 == 1:  # the device has chosen the tokens
+        tree = tree.with_tokens(tree.drafted.tokens.clone())
+    elif seed % 3 == 2 and group is None:  # and the shape
+        tree = Tree.of_tensors(tree.tensors)
     nodes, more = tree.num_tokens, rng.randint(0, 3)
     behind = rng.randint(0, 3) if group else 0
     padded = tree.padded(nodes + more, tree.num_probes + behind)
-    again = padded.with_tensors([tensor.clone() for tensor in padded.tensors()])
+    given = [part if part is None else part.clone() for part in padded.tensors]
+    again = Tree.of_tensors(given, padded.group)
+    part = dataclasses.replace(tree, source=None).part_of(padded)
+    for name in TreeTensors._fields:
+        found, whole = getattr(part, name), getattr(tree, name)
+        assert (found is whole is None) or torch.equal(found, whole)
     own = [*range(nodes), *range(nodes + more, nodes + more + tree.num_probes)]
     padding = [node for node in range(padded.num_nodes) if node not in own]
     result = verify.match(tree, targets).to_host()[0]

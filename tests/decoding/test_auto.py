@@ -29,7 +29,7 @@ def taken(model, **kwargs) -> hf_spec.SpecStats:
 
 def test_look_ups_where_there_is_nothing_else(fresh):
     model = fresh("llama")
-    assert taken(model).strategy == "prompt_lookup"
+    assert taken(model).strategy == "token_recycling"
     choice = choose(model)
     assert choice.options == {} and "needs no adapter" in choice.reason
     assert set(choice.passed) == {"mtp"} and "not loaded from a checkpoint" in choice.passed["mtp"]
@@ -66,7 +66,7 @@ def test_the_active_adapter_with_the_options_beside_it(fresh, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     assert choose(model).options == {}
     model.disable_adapters()
-    assert taken(model).strategy == "prompt_lookup"
+    assert taken(model).strategy == "token_recycling"
 
 
 def test_adapters_of_two_strategies_are_refused(fresh):
@@ -87,7 +87,7 @@ def test_a_config_that_is_kept(tmp_path, fresh):
     ):
         with pytest.raises(ValueError, match=message):
             hf_spec.SpecConfig("auto", options)
-    with pytest.raises(ValueError, match="'prompt_lookup' has no option 'width'"):
+    with pytest.raises(ValueError, match="'token_recycling' has no option 'width'"):
         fresh("llama").generate(IDS, generation_config=hf_spec.SpecConfig("auto", {"width": 2}))
     hf_spec.SpecConfig("auto", {"drafting": "always"}).save_pretrained(tmp_path)
     config = hf_spec.SpecConfig.from_pretrained(tmp_path)
@@ -95,4 +95,4 @@ def test_a_config_that_is_kept(tmp_path, fresh):
     model.generate(IDS, generation_config=config, max_new_tokens=4)
     assert (config.assistant_strategy, config.assistant_kwargs) == ("auto", {"drafting": "always"})
     stats = hf_spec.last_stats(model)
-    assert stats is not None and stats.strategy == "prompt_lookup"
+    assert stats is not None and stats.strategy == "token_recycling"

@@ -20,7 +20,10 @@ from running import as_if, draft_everything, drafting
 from test_compiled import CAPTURED, adapt, generate
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_spec.core import tree as trees
+from hf_spec.core.tree import Tree
 from hf_spec.decoding.step import Steps
+from hf_spec.draft.policy import Plan, StepPolicy
 from hf_spec.target.graphs import Graphs
 
 NEW = 16
@@ -97,15 +100,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 #: Most launches of the median step, as it is, compiled and recorded, by strategy and settings.
 #: Those of space and eagle3 depend on what the policy chooses by times, and have room for it.
 MOST = {
-    ("prompt_lookup", "greedy"): (16, 20, 7),
-    ("prompt_lookup", "sampled"): (45, 40, 10),
-    ("medusa", "greedy"): (106, 26, 9),
-    ("medusa", "sampled"): (220, 150, 13),
-    ("medusa", "processed"): (137, 84, 14),
-    ("space", "greedy"): (160, 50, 13),
-    ("eagle3", "greedy"): (430, 240, 9),
-    ("medusa sparse", "greedy"): (90, 30, 12),
-    ("propd online", "greedy"): (140, 28, 9),
+    ("prompt_lookup", "greedy"): (14, 16, 3),
+    ("prompt_lookup", "sampled"): (43, 36, 6),
+    ("medusa", "greedy"): (104, 22, 5),
+    ("medusa", "sampled"): (216, 145, 9),
+    ("medusa", "processed"): (135, 79, 10),
+    ("space", "greedy"): (156, 50, 7),
+    ("eagle3", "greedy"): (426, 236, 5),
+    ("medusa sparse", "greedy"): (90, 25, 7),
+    ("propd online", "greedy"): (138, 24, 5),
 }
 
 
@@ -133,3 +136,53 @@ def test_few_launches(
     steps = launches(monkeypatch, model, **kwargs)
     typical = sorted(steps, key=Counter.total)[len(steps) // 2]
     assert len(steps) >= 8 and 0 < typical.total() <= MOST[name, setting][way], typical
+
+
+def transfers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tree, int]]:
+    """The trees of each later step, and how many transfers trees take in it; without the steps that
+    make code, for which a forward runs as it is, too."""
+    found, sent, drafted = [], [], []
+    draft, take = Steps._draft, Steps.take
+
+    def noted(steps: Any) -> Any:
+        drafted[:] = draft(steps)
+        return drafted
+
+    def taken(steps: Any) -> None:
+        before = steps.state.target.prepared
+        sent.clear()
+        take(steps)
+        if steps.state.target.prepared == before:
+            found.append((drafted[0], len(sent)))
+
+    for name in ("to_device", "all_to_device"):
+        transfer = getattr(trees, name)
+
+        def counted(*args: Any, transfer: Any = transfer) -> Any:
+            sent.append(args)
+            return transfer(*args)
+
+        monkeypatch.setattr(trees, name, counted)
+    monkeypatch.setattr(Steps, "_draft", noted)
+    monkeypatch.setattr(Steps, "take", taken)
+    return found
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize(("name", "way"), [("space", 0), ("space", 1), ("space", 2), ("bita", 1)])
+def test_a_step_transfers_its_trees_once(
+    shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, way: int
+) -> None:
+    """Grown trees, with lookups and probes, cut by the policy, of rows that may go less deep."""
+    as_if(True, monkeypatch)
+    draft_everything(monkeypatch)
+    monkeypatch.setattr(StepPolicy, "_best", lambda self, likely, *_: Plan(6, probed=2))
+    model, inputs = adapt(shallow(), name), prompt(batch=2)
+    kwargs = {**drafting(name, max_depth=3, lookup=True), **WAYS[way]}
+    found = transfers(monkeypatch)
+    for _ in range(2):
+        generate(model, inputs, max_new_tokens=NEW, eos_token_id=None, **kwargs)
+    assert any(tree.num_tokens > 1 for tree, _ in found)
+    assert any(tree.num_probes > 0 for tree, _ in found)
+    for tree, sent in found:
+        assert sent == (tree.num_nodes > 1), tree.shape

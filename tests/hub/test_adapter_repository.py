@@ -352,7 +352,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Mock:
         "training.json", "search.json", "results.json", "old.bin", "NOTES.md", "README.md"
     ]  # fmt: skip
     hub.create_commit.return_value.commit_url = "https://hub/commit/1"
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    monkeypatch.setattr("hf_spec.tools.hub.card.HfApi", lambda: hub)
     return hub
 
 

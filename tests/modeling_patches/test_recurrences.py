@@ -102,7 +102,7 @@ def conv(activation: str | None) -> Case:
     return Case(rules.CONV, inputs, {"x": 2}, normal(BATCH, 6, 4), one, 2)
 
 
-def delta(rule: Rule, normalize: bool) -> Case:
+def delta(normalize: bool, by_channel: bool = False) -> Case:
     """With twice as many value heads as key heads."""
 
     def one(state: Tensor, given: Inputs) -> tuple[Tensor, Tensor]:
@@ -110,14 +110,14 @@ def delta(rule: Rule, normalize: bool) -> Case:
         if normalize:
             q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
         decay = given["g"].exp()
-        state = state * (decay[:, :, None] if rule is rules.KDA else decay[:, None, None])
+        state = state * (decay[:, :, None] if by_channel else decay[:, None, None])
         read = torch.einsum("hk,hkv->hv", k, state)
         new = given["beta"][:, None] * (given["value"] - read)
         state = state + torch.einsum("hk,hv->hkv", k, new)
         return torch.einsum("hk,hkv->hv", q * q.shape[-1] ** -0.5, state), state
 
     size = 5
-    g = (HEADS, size) if rule is rules.KDA else (HEADS,)
+    g = (HEADS, size) if by_channel else (HEADS,)
     scale = 1.0 if normalize else 0.3
     inputs = {
         "query": normal(BATCH, NODES, 2, size) * scale,
@@ -126,7 +126,7 @@ def delta(rule: Rule, normalize: bool) -> Case:
         "beta": torch.rand(BATCH, NODES, HEADS) * 2, "use_qk_l2norm_in_kernel": normalize,
     }  # fmt: skip
     axes = dict.fromkeys(("query", "key", "value", "g", "beta"), 1)
-    return Case(rule, inputs, axes, normal(BATCH, HEADS, size, 7), one, 1)
+    return Case(rules.DELTA, inputs, axes, normal(BATCH, HEADS, size, 7), one, 1)
 
 
 def mamba2() -> Case:
@@ -165,9 +165,9 @@ def mamba1() -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "convolution": lambda: conv(None),
     "convolution, activated": lambda: conv("silu"),
-    "gated delta": lambda: delta(rules.DELTA, False),
-    "gated delta, normalized": lambda: delta(rules.DELTA, True),
-    "KDA": lambda: delta(rules.KDA, True),
+    "gated delta": lambda: delta(False),
+    "gated delta, normalized": lambda: delta(True),
+    "KDA": lambda: delta(True, by_channel=True),
     "Mamba-2": mamba2,
     "Mamba-1": mamba1,
 }

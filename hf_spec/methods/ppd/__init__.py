@@ -345,8 +345,6 @@ class PPDPredictor(ProbePredictor):
         return super().logits(states)
 
 
-# -- ``ppd``: learned prompt tokens predict the next tokens in the verifying forward (PPD) ---------
-
 METHOD = Method(
     name="ppd",
     summary="learned prompt tokens, distilled from the model, predict the next tokens",
@@ -358,5 +356,5 @@ METHOD = Method(
     needs_adapter=True,
     training={"learning_rate": 1e-2, "num_train_epochs": 8},
     num_anchors=32,
-    formats="hf_spec.tools.formats.prompts",
+    formats="hf_spec.tools.formats.papers",
 )

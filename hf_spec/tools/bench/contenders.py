@@ -1,8 +1,6 @@
 """The contenders of a benchmark: strategies, stock ones, adapters. Measures nothing."""
 
-from __future__ import annotations
-
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,6 @@ class Contender:
     Attributes:
         adapters: names of the loaded adapters to activate.
         stock: whether it is a feature of Transformers, which reports no statistics.
-        single_row: whether it works only with batch size 1.
         baseline: name of the contender without a strategy that it is compared with.
         compiled: whether its steps are compiled.
         assistant: name of the model that drafts, which is to join its ``kwargs``.
@@ -44,10 +41,14 @@ class Contender:
     kwargs: dict[str, Any] = field(default_factory=dict)
     adapters: tuple[str, ...] = ()
     stock: bool = False
-    single_row: bool = False
     baseline: str = GENERATE
     compiled: bool = False
     assistant: str | None = None
+
+    @property
+    def single_row(self) -> bool:
+        """Whether it works only with batch size 1, as assistants of Transformers do."""
+        return self.name.startswith(STOCK)
 
     @property
     def lossy(self) -> bool:
@@ -118,12 +119,11 @@ def untrained(names: Iterable[str], adapters: Iterable[Adapter]) -> list[Adapter
     acceptance, which does not depend on them. :func:`add_untrained` puts them on a model. Their
     drafts are chains, as trees by probabilities of random weights are wide and not deep."""
     known = {adapter.strategy for adapter in adapters}
-    missing = [
-        name for name in dict.fromkeys(map(strategy_of, names))
+    return [
+        Adapter(f"untrained_{name}", f"untrained_{name}", name, {"tree": "chain"})
+        for name in dict.fromkeys(map(strategy_of, names))
         if name in methods() and get_method(name).needs_adapter and name not in known
-    ]  # fmt: skip
-    chain = {"tree": "chain"}
-    return [Adapter("untrained", f"untrained_{name}", name, chain) for name in missing]
+    ]
 
 
 def add_untrained(model: Any, adapters: Iterable[Adapter]) -> None:
@@ -148,14 +148,23 @@ def contenders(
         assistants: names of models; a strategy that needs one takes part once with each.
     """
     names, options, assistants = list(names), options or {}, [*dict.fromkeys(assistants)]
-    result = [_baseline(adapter) for adapter in adapters if adapter.changes_model]
+    plain = {}
+    for one in adapters:
+        if one.changes_model:
+            label = f"{GENERATE}@{_distinct(one.path, [other.path for other in adapters])}"
+            plain[one.name] = Contender(label, adapters=(one.name,), stock=True, baseline=label)
+    result = [*plain.values()]
     for name in names:
         given, method = options.get(name, {}), methods().get(strategy_of(name))
         given = dict(given) if method is None else method.today(given)
         if needs_assistant(name):
-            result += _with_assistants(name, given, assistants)
+            if not assistants:
+                raise ValueError(f"{name!r} needs another model that drafts: give --assistant")
+            alone = contender_of(name, given)
+            labels = {path: _label(name, path, assistants) for path in assistants}
+            result += [replace(alone, name=labels[path], assistant=path) for path in assistants]
         else:
-            result += _with_adapters(name, given, adapters)
+            result += _with_adapters(name, given, adapters, plain)
     used = {name for item in result if not item.stock for name in item.adapters}
     for adapter in adapters:
         if adapter.name not in used:
@@ -179,29 +188,18 @@ def contender_of(
     more = more or {}
     if name.startswith(STOCK):
         default = STOCK_LOOKUP_OPTIONS if name == STOCK_LOOKUP else {}
-        return Contender(name, {**default, **given, **more}, stock=True, single_row=True)
+        return Contender(name, {**default, **given, **more}, stock=True)
     strategy = strategy_of(name)
     hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=given)  # checks options
     options = {"assistant_kwargs": given} if given else {}
     return Contender(name, {"assistant_strategy": strategy, **options, **more})
 
 
-def _with_assistants(
-    name: str, given: dict[str, Any], assistants: Sequence[str]
-) -> list[Contender]:
-    """A strategy once with each assistant."""
-    if not assistants:
-        raise ValueError(f"{name!r} needs another model that drafts: give --assistant")
-    alone = contender_of(name, given)
-    return [
-        replace(alone, name=_label(name, path, assistants), assistant=path) for path in assistants
-    ]
-
-
 def _with_adapters(
-    name: str, given: dict[str, Any], adapters: Sequence[Adapter]
+    name: str, given: dict[str, Any], adapters: Sequence[Adapter], plain: Mapping[str, Contender]
 ) -> list[Contender]:
-    """A strategy once with each adapter that fits it, or alone where it needs none."""
+    """A strategy once with each adapter that fits it, or alone where it needs none; ``plain`` are
+    the baselines of adapters that change the model."""
     strategy = strategy_of(name)
     fitting = [one for one in adapters if strategy in (one.strategy, AUTO)]
     if not fitting:
@@ -212,20 +210,26 @@ def _with_adapters(
                 f"`hf-spec train {strategy}` or `hf-spec import` writes"
             )
         return [contender_of(name, given)]
-    found = []
+    found, paths = [], [one.path for one in fitting]
     for adapter in fitting:
         stored = {} if strategy == AUTO else adapter.options  # which it finds itself
         alone = contender_of(name, {**stored, **given})
         active = [adapter, *_companions(alone.kwargs, adapters)]
-        plain = next((_baseline(one).name for one in active if one.changes_model), GENERATE)
-        label, loaded = _label(name, adapter.path, fitting), tuple(one.name for one in active)
-        found.append(replace(alone, name=label, adapters=loaded, baseline=plain))
+        label, loaded = _label(name, adapter.path, paths), tuple(one.name for one in active)
+        baseline = next((plain[one].name for one in loaded if one in plain), GENERATE)
+        found.append(replace(alone, name=label, adapters=loaded, baseline=baseline))
     return found
 
 
-def _label(name: str, path: str, several: Collection[Any]) -> str:
+def _label(name: str, path: str, paths: Sequence[str]) -> str:
     """A contender's name, with that of its adapter or assistant where there are several."""
-    return f"{name}@{Path(path).name}" if len(several) > 1 else name
+    return f"{name}@{_distinct(path, paths)}" if len(paths) > 1 else name
+
+
+def _distinct(path: str, paths: Sequence[str]) -> str:
+    """The last part of a path, or all of it if others end alike."""
+    name = Path(path).name
+    return name if [Path(one).name for one in paths].count(name) == 1 else path
 
 
 def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[Adapter]:
@@ -245,9 +249,3 @@ def _companions(kwargs: Mapping[str, Any], adapters: Sequence[Adapter]) -> list[
             "are given: give one with --adapter"
         )
     return fitting
-
-
-def _baseline(adapter: Adapter) -> Contender:
-    """Plain decoding of the model with the adapter."""
-    name = f"{GENERATE}@{Path(adapter.path).name}"
-    return Contender(name, adapters=(adapter.name,), stock=True, baseline=name)

@@ -1,10 +1,8 @@
 """What works on a model, why drafts are accepted as often as they are, and what to try."""
 
-from __future__ import annotations
-
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,12 +100,20 @@ def diagnose(
     best = (trained.get("best") or {}).get("eval_tau", 0.0)
     findings = _findings(method, adapter, chat, best, tau, speedup, positions)
     if isinstance(config, BlockConfig) and not (config.is_causal_always or trained):
-
-        def again() -> float:
-            other = run(model, tokenizer, prompts, [drafting], **settings)
-            return float(other.overall(drafting.name)["tau"])
-
-        findings = [*_other_mask(config, measured, tau, again), *findings]
+        config.causal = not config.causal
+        try:
+            again = run(model, tokenizer, prompts, [drafting], **settings)
+            other, word = again.overall(drafting.name)["tau"], json.dumps(config.causal)
+        finally:
+            config.causal = not config.causal
+        measured["mask"] = f'tau {other:.2f} with "causal": {word}'
+        if other > BETTER * tau:
+            findings.insert(
+                0,
+                "Drafts are accepted more often with the other mask of its blocks, with tau "
+                f"{other:.2f}. The checkpoint does not say which, or says it wrongly: import it "
+                f"again with --config '{{\"causal\": {word}}}'.",
+            )
     return measured, findings
 
 
@@ -147,23 +153,3 @@ def _findings(
          "(docs/guides/compiled.md) help."),
     ]  # fmt: skip
     return [text for stands_out, text in findings if stands_out]
-
-
-def _other_mask(
-    config: BlockConfig, measured: dict[str, str], tau: float, measure: Callable[[], float]
-) -> list[str]:
-    """What it means that a block drafter is better if its blocks are causal, where they are not, or
-    the other way; empty if it is not."""
-    config.causal = not config.causal
-    try:
-        other, word = measure(), json.dumps(config.causal)
-    finally:
-        config.causal = not config.causal
-    measured["mask"] = f'tau {other:.2f} with "causal": {word}'
-    if other <= BETTER * tau:
-        return []
-    return [
-        f"Drafts are accepted more often with the other mask of its blocks, with tau {other:.2f}. "
-        "The checkpoint does not say which, or says it wrongly: import it again with --config "
-        f"'{{\"causal\": {word}}}'."
-    ]

@@ -1,7 +1,5 @@
 """The environment that a run or a training took place in, for its record."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import platform

@@ -3,23 +3,15 @@
 :mod:`hf_spec.tools.data` says what files may hold.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from hf_spec.core.checks import explained, first_line
-from hf_spec.tools.data import (
-    LeftOut,
-    Message,
-    Prompt,
-    example,
-    log_left_out,
-    plain_text,
-    read,
-)
+from hf_spec.tools.data import LeftOut, Message, Prompt, example, log_left_out, plain_text, read
 
 #: Prompts for those who bring none: four of each of six tasks, written for this package.
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
@@ -81,8 +73,6 @@ def encode(
     template, of which ``template`` are variables, refuses them. Without one, blank lines separate
     messages."""
     if getattr(tokenizer, "chat_template", None):
-        from jinja2 import TemplateError
-
         chat = [message.for_template for message in (*history, Message("user", text))]
         try:
             encoded = tokenizer.apply_chat_template(

@@ -1,7 +1,5 @@
 """Runs benchmarks: sessions of one model, contenders in turns."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import time
@@ -9,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from peft import PeftModel
@@ -23,7 +21,6 @@ from hf_spec.core.stats import SpecStats, synchronize
 from hf_spec.target.packed_weights import packed_weights
 from hf_spec.tools.bench.contenders import (
     BASELINE,
-    STOCK,
     Contender,
     contender_of,
     needs_assistant,
@@ -34,8 +31,6 @@ from hf_spec.tools.bench.prompts import batches, encode_prompts, spread
 from hf_spec.tools.bench.results import Agreement, BenchResult, Measurement, classify
 from hf_spec.tools.bench.synthetic import OPTION, SyntheticRates
 from hf_spec.tools.data import Prompt, Row, example, progress_bar
-
-# -- Timed calls of contenders on one model; knows nothing of files, tables or the terminal --------
 
 T = TypeVar("T")
 #: New tokens of a warm-up call: several steps of every strategy.
@@ -110,7 +105,7 @@ class Session:
     def open(
         cls, model: Any, tokenizer: Any, options: dict[str, Any], contenders: Iterable[Contender],
         ends: bool = True,
-    ) -> Iterator[Session]:  # fmt: skip
+    ) -> Iterator[Self]:  # fmt: skip
         """A session for these contenders; the block ends with the model as it was. ``ends``:
         whether texts end with EOS, and not only with ``max_new_tokens``."""
         managed, before = any(item.adapters for item in contenders), active_names(model)
@@ -245,13 +240,6 @@ def _until_eos(row: Sequence[int], eos: set[int]) -> list[int]:
     return list(row[: end + 1])
 
 
-# -- Measures strategies against plain ``generate``; knows no files, tables or terminals -----------
-#
-# All contenders generate each batch of prompts one after the other, in an order that rotates from
-# batch to batch, so that changes in the machine's speed affect all alike. Comparing outputs is not
-# timed.
-
-
 def run(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], contenders: Sequence[Contender], *,
     batch_sizes: Sequence[int] = (1,), max_new_tokens: int = 128, limit: int | None = None,
@@ -261,8 +249,10 @@ def run(
 ) -> BenchResult:  # fmt: skip
     """Generate with plain decoding and every contender, and compare.
 
-    Each contender first makes a short call that is not measured. On ``KeyboardInterrupt``, the
-    batches that all contenders have finished are returned, and ``interrupted`` is set.
+    All generate each batch of prompts one after the other, in an order that rotates from batch to
+    batch, so that changes in the machine's speed affect all alike. Each contender first makes a
+    short call that is not measured. On ``KeyboardInterrupt``, the batches that all contenders have
+    finished are returned, and ``interrupted`` is set.
 
     Args:
         limit: most prompts that are measured, see :func:`hf_spec.tools.bench.prompts.spread`.
@@ -333,12 +323,12 @@ def _check(
     """Raise a ValueError if there is nothing to measure, or it cannot be."""
     if not prompts:
         raise ValueError("nothing to measure: no prompts")
-    numbers = {"max_new_tokens": max_new_tokens, **({} if limit is None else {"limit": limit})}
-    for name, value in numbers.items():
-        check_count(name, value)
+    check_count("max_new_tokens", max_new_tokens)
+    if limit is not None:
+        check_count("limit", limit)
     for size in batch_sizes or (0,):
         check_count("batch_size", size)
-    stock = [item.name for item in contenders if item.name.startswith(STOCK)]
+    stock = [item.name for item in contenders if item.single_row]
     if synthetic and stock:
         raise ValueError(f"{stock[0]} accepts by itself, not by {OPTION}: leave it out")
 

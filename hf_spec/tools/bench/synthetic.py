@@ -4,14 +4,12 @@ The steps are those of the strategy, with all their costs; only the choice of wh
 replaced. Outputs are therefore not the model's.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -61,7 +59,7 @@ class SyntheticRates:
                 )
 
     @classmethod
-    def parse(cls, text: str) -> SyntheticRates:
+    def parse(cls, text: str) -> Self:
         """The rates in a text such as ``0.8,0.6,0.45``; a ValueError for others."""
         try:
             rates = tuple(float(part) for part in text.split(","))
@@ -152,7 +150,7 @@ class SyntheticAcceptance(Acceptance):
 
     def _hits(self, tree: Tree, width: int) -> Tensor:
         """Whether a first child is accepted, by row and depth: ``(batch, width)`` bool."""
-        device = tree.tokens.device
+        device = tree.device
         if self._random is None:
             self._random = torch.Generator(device).manual_seed(torch.initial_seed())
         rates = [*self._rates, *[0.0] * width][:width]

@@ -26,8 +26,7 @@ SHOWN_LINES = 8
 def demo(
     output: opt.Output = Path("hf-spec-demo"),
     model: Annotated[
-        str | None,
-        Option(help="Instead of the small one: a folder, or a repository on the Hub."),
+        str | None, Option(help="Instead of the small one: a folder, or a repository on the Hub.")
     ] = None,
     limit: Annotated[int, Option(min=1, help="Prompts; there are 8, with --model 24.")] = 2,
     max_new_tokens: opt.NewTokens = 96,
@@ -140,7 +139,7 @@ Strategies = Annotated[
         "--strategy",
         help="Comma-separated: names of 'hf-spec strategies', transformers:prompt_lookup, "
         "transformers:assisted; NAME:LABEL for a strategy with options of its own.  [default: "
-        "those of the adapters, draft_model with --assistant, else prompt_lookup]",
+        "those of the adapters, draft_model with --assistant, else token_recycling]",
     ),
 ]
 Assistants = Annotated[list[str] | None, Option(help="Smaller model that drafts; repeatable.")]
@@ -258,7 +257,7 @@ def _lineup(
     from hf_spec.tools.bench.contenders import contenders, parse_names, untrained
 
     default = [one.strategy for one in trained] + ["draft_model"] * bool(assistants)
-    names = parse_names((default or ["prompt_lookup"]) if strategies is None else strategies)
+    names = parse_names((default or ["token_recycling"]) if strategies is None else strategies)
     added = untrained(names, trained) if synthetic is not None else []
     options = opt.parse_kwargs(kwargs, names)
     return contenders(names, options, [*trained, *added], assistants), added
@@ -266,23 +265,26 @@ def _lineup(
 
 def _with_assistants(lineup: list[Any], model: Any, tokenizer: Any) -> list[Any]:
     """The contenders, with their assistants loaded."""
-    names = dict.fromkeys(one.assistant for one in lineup if one.assistant is not None)
-    loaded: dict[Any, Any] = {name: _assistant(name, model, tokenizer) for name in names}
-    return [replace(one, kwargs={**one.kwargs, **loaded.get(one.assistant, {})}) for one in lineup]
-
-
-def _assistant(path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Keyword arguments for ``generate`` with an assistant model."""
     dtype, device = str(model.dtype).removeprefix("torch."), str(model.device)
-    # If the model is packed, it is where it drafts.
-    assistant, assistant_tokenizer = load_model(path, dtype, device, pack=False)
-    keywords = {"assistant_model": assistant}
-    if assistant_tokenizer.get_vocab() != tokenizer.get_vocab():
-        keywords |= {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
-    return keywords
+    keywords: dict[str | None, dict[str, Any]] = {None: {}}
+    for path in dict.fromkeys(one.assistant for one in lineup if one.assistant is not None):
+        # If the model is packed, it is where it drafts.
+        assistant, own = load_model(path, dtype, device, pack=False)
+        keywords[path] = {"assistant_model": assistant}
+        if own.get_vocab() != tokenizer.get_vocab():
+            keywords[path] |= {"tokenizer": tokenizer, "assistant_tokenizer": own}
+    return [replace(one, kwargs={**one.kwargs, **keywords[one.assistant]}) for one in lineup]
 
 
 # -- ``hf-spec search`` ----------------------------------------------------------------------------
+
+NumDraftTokens = Annotated[
+    int,
+    Option(
+        "--num-draft-tokens", "--max-draft", min=1, max=MAX_DRAFT_TOKENS,
+        help="K, most tokens drafted in a step.",
+    ),
+]  # fmt: skip
 
 
 def search(
@@ -299,16 +301,7 @@ def search(
     ] = None,
     max_new_tokens: Annotated[int, Option(min=2, help="New tokens per prompt.")] = 64,
     dtype: opt.Dtype = NATIVE,
-    num_draft_tokens: Annotated[
-        int,
-        Option(
-            "--num-draft-tokens",
-            "--max-draft",
-            min=1,
-            max=MAX_DRAFT_TOKENS,
-            help="K, most tokens drafted in a step.",
-        ),
-    ] = 12,  # fmt: skip
+    num_draft_tokens: NumDraftTokens = 12,
     seed: opt.Seed = 0,
     device: opt.Device = None,
     threads: opt.Threads = None,
@@ -366,8 +359,8 @@ def _write(
     from hf_spec.methods.registry import get_method
     from hf_spec.tools.bench.environment import environment_of, package_version
     from hf_spec.tools.bench.results import write_results
-    from hf_spec.tools.hub.card import RESULTS, SEARCH, write_card
-    from hf_spec.tools.hub.folder import attached, save_adapter
+    from hf_spec.tools.hub.card import write_card
+    from hf_spec.tools.hub.folder import RESULTS, SEARCH, attached, save_adapter
     from hf_spec.tools.search import STRATEGY
 
     environment = environment_of(work.model, model, prompts)

@@ -1,7 +1,5 @@
 """Shared by the commands: options, checks, results."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import importlib.util
@@ -74,8 +72,7 @@ KwargsByName = Annotated[
 ]
 Kwargs = Annotated[str | None, Option(help="Options of the strategy, JSON or NAME=JSON.")]
 StoredKwargs = Annotated[
-    str | None,
-    Option(help="Options of the strategy, JSON or NAME=JSON; stored with the adapter."),
+    str | None, Option(help="Options of the strategy, JSON or NAME=JSON; stored with the adapter.")
 ]
 Seed = Annotated[int, Option(help="Seed of the sampling, or of the search.")]
 DoSample = Annotated[bool, Option("--do-sample", help="Sample instead of greedy decoding.")]
@@ -118,17 +115,15 @@ def parse_kwargs(texts: Iterable[str], names: Sequence[str]) -> dict[str, dict[s
     strategy that does not take part."""
     result: dict[str, dict[str, Any]] = {}
     for text in texts:
+        option, (name, equals, value) = f"--strategy-kwargs {text!r}", text.partition("=")
         if len(names) == 1 and text.lstrip().startswith("{"):
-            result.setdefault(names[0], {}).update(json_object("--strategy-kwargs", text))
-            continue
-        name = next((name for name in names if text.startswith(f"{name}=")), None)
-        if name is None:
+            option, name, equals, value = "--strategy-kwargs", names[0], "=", text
+        if name not in names or not equals:
             raise ValueError(
-                f"--strategy-kwargs {text!r} must be NAME=JSON with a NAME that takes part: "
+                f"{option} must be NAME=JSON with a NAME that takes part: "
                 f"{', '.join(names) or 'none does'}"
             )
-        options = json_object(f"--strategy-kwargs {text!r}", text[len(name) + 1 :])
-        result.setdefault(name, {}).update(options)
+        result.setdefault(name, {}).update(json_object(option, value))
     return result
 
 

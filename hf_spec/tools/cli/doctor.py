@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from shlex import quote
@@ -17,7 +17,7 @@ from hf_spec.tools.loading import NATIVE, check_adapter, chosen_device, load_mod
 # -- ``hf-spec strategies`` ------------------------------------------------------------------------
 
 #: What ``auto`` takes, in its order.
-AUTO_TAKES = "assistant_model, the active adapter, the checkpoint's MTP layers, prompt_lookup"
+AUTO_TAKES = "assistant_model, the active adapter, the checkpoint's MTP layers, token_recycling"
 #: The name and the summary of a method, where its module defines it.
 METHOD = re.compile(r'^METHOD = Method\(\s*name="(.+)",\s*summary="(.+)",$', re.MULTILINE)
 
@@ -36,10 +36,13 @@ def strategies(as_json: opt.AsJson = False) -> None:
     if as_json:
         echo(json.dumps(known, indent=1))
         return
-    width = max(map(len, known), default=0)
-    for name, line in known.items():
-        echo(f"{name:{width}}  {line}")
-    echo(f"{'auto':{width}}  the first that there is: {AUTO_TAKES}")
+    _show({**known, "auto": f"the first that there is: {AUTO_TAKES}"})
+
+
+def _show(entries: Mapping[str, Any], indent: str = "") -> None:
+    width = max(map(len, entries), default=0)
+    for name, value in entries.items():
+        echo(f"{indent}{name:{width}}  {value}".rstrip())
 
 
 def _summaries() -> dict[str, str]:
@@ -111,11 +114,8 @@ def doctor(
         echo(json.dumps(found, indent=1))
         return
     for title, entries in found.items():
-        named = entries if isinstance(entries, dict) else dict.fromkeys(entries, "")
-        width = max(map(len, named), default=0)
         echo(f"{title}:")
-        for name, value in named.items():
-            echo(f"  {name:{width}}  {value}".rstrip())
+        _show(entries if isinstance(entries, dict) else dict.fromkeys(entries, ""), "  ")
 
 
 def _examined(
@@ -126,7 +126,7 @@ def _examined(
     from hf_spec.files import read_json
     from hf_spec.methods.registry import get_method
     from hf_spec.tools.bench import diagnosis
-    from hf_spec.tools.hub.card import TRAINING
+    from hf_spec.tools.hub.folder import TRAINING
 
     obstacles, choice = diagnosis.supported(model), choose(model)
     tried: dict[str, str] = {}

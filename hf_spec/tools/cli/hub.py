@@ -85,7 +85,10 @@ def push(
     said = _said(license, language)
     if dry_run:
         files = files_to_upload(folder, repository, base_model, **said)
-        contents = {name: _content(found) for name, found in sorted(files.items())}
+        contents = {
+            name: found if isinstance(found, bytes) else Path(found).read_bytes()
+            for name, found in sorted(files.items())
+        }
         echo(contents[CARD].decode().rstrip())
         branch = "" if revision is None else f", branch {revision}"
         echo(f"\n--- files of one commit to {repository}{branch} ---")
@@ -97,11 +100,6 @@ def push(
         folder, repository, private=private, revision=revision, base_model=base_model, **said
     )
     echo(f"uploaded: {address}")
-
-
-def _content(found: str | bytes) -> bytes:
-    """What is uploaded, given as it is or by its path."""
-    return found if isinstance(found, bytes) else Path(found).read_bytes()
 
 
 def import_(

@@ -84,14 +84,8 @@ def _interruptible() -> Iterator[None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        arguments: the command line; None for that of the process.
-
-    Returns:
-        The exit code. Bad input writes one line to stderr and returns a nonzero code.
-    """
+    """Run a command line, None for that of the process; returns the exit code. Bad input writes one
+    line to stderr and returns a nonzero code."""
     try:
         with _interruptible():
             code = app(arguments, prog_name="hf-spec", standalone_mode=False)

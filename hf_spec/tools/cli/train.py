@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Collection
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from shlex import quote
@@ -10,19 +10,17 @@ from typing import Annotated, Any
 
 from typer import Argument, CallbackParam, Context, Option, echo
 
-from hf_spec.core.checks import nearest
+from hf_spec.core.checks import explained, nearest
 from hf_spec.files import exclusive
-from hf_spec.tools.cli import common
 from hf_spec.tools.cli import common as opt
 from hf_spec.tools.cli.common import Command, check_writable, explained_interrupt, require
 from hf_spec.tools.loading import NATIVE, load_model, native_dtype, read_adapters
 
 # -- Recipes: YAML files with the options of ``hf-spec train`` -------------------------------------
 
-#: Of a command's context: the recipe's file, and what it says beside options that are named there.
-FILE, OTHERS = "hf_spec.recipe", "hf_spec.recipe_others"
-#: Options of the command that a recipe cannot give.
-NOT_GIVEN = {"recipe", "help"}
+#: Of a command's context: the recipe's file, the options of the command that a recipe can give, and
+#: what the recipe says beside these.
+RECIPE = "hf_spec.recipe"
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -51,38 +49,30 @@ def as_defaults(context: Context, parameter: CallbackParam, path: Path | None) -
     if path is None or context.resilient_parsing:
         return path
     given = read_recipe(path)
-    own = {one.name for one in context.command.params} - NOT_GIVEN
-    named = {name: _text(value) for name, value in given.items() if name in own}
+    own = {one.name for one in context.command.params} - {"recipe", "help"}
+    named = {name: _text(given.pop(name)) for name in own & given.keys()}
     context.default_map = {**(context.default_map or {}), **named}
-    context.meta[FILE] = path
-    context.meta[OTHERS] = {name: given[name] for name in given if name not in own}
+    context.meta[RECIPE] = path, own, given
     return path
 
 
-def words(context: Context, fields: Iterable[str], arguments: Iterable[str]) -> list[str]:
-    """What a recipe says beside named options, as words of a command line.
+def words(context: Context, fields: Collection[str]) -> list[str]:
+    """What a recipe says beside named options, as words of a command line; values of the config's
+    ``fields`` are JSON. A ValueError names an option that there is not."""
+    from hf_spec.tools.training.arguments import SpecArguments
 
-    Args:
-        fields: names of the config's fields, whose values are JSON.
-        arguments: names of the other options there are.
-
-    Raises:
-        ValueError: there is no such option.
-    """
-    found = []
-    fields, arguments = set(fields), set(arguments)
-    own = {one.name for one in context.command.params} - NOT_GIVEN
-    for name, value in context.meta.get(OTHERS, {}).items():
-        if name not in fields | arguments:
+    found, known = [], {*fields, *(field.name for field in dataclasses.fields(SpecArguments))}
+    path, own, others = context.meta.get(RECIPE, ("", {}, {}))
+    for name, value in others.items():
+        if name not in known:
             raise ValueError(
-                f"the recipe {str(context.meta[FILE])!r}: there is no option {name!r}"
-                f"{nearest(name, sorted(fields | arguments | own))}"
+                f"the recipe {str(path)!r}: there is no option {name!r}"
+                f"{nearest(name, sorted(known.union(own)))}"
             )
-        option = f"--{name.replace('_', '-')}"
         if isinstance(value, list) and name not in fields:
-            found += [option, *map(str, value)]
+            found += [_option(name), *map(str, value)]
         elif value is not None or name in fields:
-            found.append(f"{option}={_text(value, name in fields)}")
+            found.append(f"{_option(name)}={_text(value, name in fields)}")
     return found
 
 
@@ -167,7 +157,7 @@ def distill(
     # Everything that can be checked without a model comes first.
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
     contender, adapters = _contender(strategy, strategy_kwargs, adapter)
-    common.require("train", "accelerate", "datasets")
+    require("train", "accelerate", "datasets")
     if prompts:
         chosen, files = work.read_sources(prompts, limit)
     else:
@@ -180,15 +170,15 @@ def distill(
         "strategy_kwargs": drafts.get("assistant_kwargs", {}), "adapter": adapter,
         "dtype": dtype, "seed": seed, "temperature": None, "top_k": None, "top_p": None, **sampling,
     }  # fmt: skip
-    common.check_writable(output)
+    check_writable(output)
     folder = work.AnswerFolder(output)
     finished, state = folder.check(settings), work.processes(device)
-    made = None
+    said = f"finished before, with the same settings: {output}"
     if not finished:
         made = _answered(settings, folder, chosen, contender, adapters, state, device, threads)
-    done = f"finished before, with the same settings: {output}"
+        said = _summary(made, output)
     if state.is_main_process:
-        echo(done if made is None else _summary(made, output))
+        echo(said)
     state.destroy_process_group()
 
 
@@ -199,7 +189,6 @@ def _answered(
     """Answer the prompts, or those that the model writes first if none are chosen; returns the
     provenance."""
     from hf_spec.tools.training import distill as work
-    from hf_spec.tools.training.distill import OWN_PROMPTS, write_own_prompts
 
     main, output = state.is_main_process, folder.path
     refusal = (
@@ -207,7 +196,7 @@ def _answered(
         "--output"
     )
     with (
-        common.explained_interrupt("the same command continues"),
+        explained_interrupt("the same command continues"),
         exclusive(output / ".lock", refusal) if main else nullcontext(),
     ):
         if state.num_processes > 1 and device is None:
@@ -218,16 +207,13 @@ def _answered(
         loaded, tokenizer = load_model(name, dtype, device, adapters=adapters)
         opt.use_threads(threads)  # after accelerate has set a number, too
         if not chosen:
-            own = output / OWN_PROMPTS
+            own = output / work.OWN_PROMPTS
             if main and not folder.begun:
                 how = settings["limit"], settings["batch_size"], settings["seed"]
-                write_own_prompts(loaded, tokenizer, own, *how)
+                work.write_own_prompts(loaded, tokenizer, own, *how)
             state.wait_for_everyone()
             chosen, _ = work.read_sources([own])
-        made: dict[str, Any] = work.distill(
-            loaded, tokenizer, chosen, folder, settings, contender, state
-        )
-    return made
+        return work.distill(loaded, tokenizer, chosen, folder, settings, contender, state)
 
 
 def _summary(made: dict[str, Any], output: Path) -> str:
@@ -253,15 +239,14 @@ def _contender(strategy: str | None, options: str | None, adapter: str | None) -
     adapters = read_adapters([adapter] if adapter else ())
     if strategy == AUTO and adapters:
         strategy = None  # that of the adapter
-    name = common.single_strategy(strategy, adapters, AUTO if options is None else DEFAULT_STRATEGY)
+    name = opt.single_strategy(strategy, adapters, AUTO if options is None else DEFAULT_STRATEGY)
     if name in (None, AUTO):
         for option, value in (("--strategy-kwargs", options), ("--adapter", adapter)):
             if value is not None:
                 raise ValueError(f"{option} needs the name of a strategy: give --strategy")
         return (lineup.BASELINE if name is None else None), []
-    own = work.LOOKUP_OPTIONS if name == DEFAULT_STRATEGY else {}
     asked = get_method(str(name)).today(opt.kwargs_of(str(name), options))
-    given = {**work.OPTIONS, **own, **asked}
+    given = {**work.default_options(name), **asked}
     *tuned, contender = lineup.contenders([name], {name: given}, adapters)
     if tuned or contender.lossy:
         what = f"adapter {adapter!r}" if tuned else "acceptance='typical'"
@@ -342,7 +327,7 @@ def train(
 
     chosen = given.trainable_method(method)
     fields = given.config_fields(chosen)
-    of_recipe = words(context, fields, argument_names())
+    of_recipe = words(context, fields)
     if not (model and data and output):
         needed = {"--model": model, "--data": data, "--output": output}
         missing = ", ".join(option for option, value in needed.items() if not value)
@@ -392,13 +377,6 @@ def train(
     echo(f"try: hf-spec bench --model {quote(str(model))} --adapter {quote(str(output))} --by-task")
 
 
-def argument_names() -> list[str]:
-    """Names of the options of every training."""
-    from hf_spec.tools.training.arguments import SpecArguments
-
-    return [field.name for field in dataclasses.fields(SpecArguments)]
-
-
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -446,29 +424,22 @@ def parse_options(
     words: list[str], method: str, fields: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of a method's config, of which values are JSON or words, and of `SpecArguments` that
-    options such as ``--max-steps 4`` set.
-
-    Raises:
-        ValueError: an option is unknown, or its value is missing or invalid.
-    """
+    options such as ``--max-steps 4`` set; a ValueError names one that is unknown or invalid."""
     import argparse
 
     from transformers import HfArgumentParser
 
     from hf_spec.tools.training.arguments import SpecArguments
 
-    class Parser(HfArgumentParser):
-        def error(self, message: str) -> Any:
-            raise ValueError(f"'hf-spec train {method}': {message}")
-
     texts = [(name, str | None, dataclasses.field(default=None)) for name in fields]
     kinds: Any = (dataclasses.make_dataclass("Fields", texts), SpecArguments)
-    parser = Parser(kinds, allow_abbrev=False, add_help=False)
+    parser = HfArgumentParser(kinds, allow_abbrev=False, add_help=False, exit_on_error=False)
     # Only what is given counts: the others have the method's defaults.
     absent = object()
     names = [field.name for kind in kinds for field in dataclasses.fields(kind)]
     namespace = argparse.Namespace(**dict.fromkeys(names, absent))
-    found, unknown = parser.parse_known_args(words, namespace)
+    with explained(f"'hf-spec train {method}'", argparse.ArgumentError):
+        found, unknown = parser.parse_known_args(words, namespace)
     if unknown:
         word = unknown[0].partition("=")[0]
         raise ValueError(

@@ -1,7 +1,5 @@
 """What the demo runs: models, the adapters that fit them, prompts."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ SHIPPED = Path(str(files("hf_spec.tools.demo")))
 #: Adapters of popular models, ready for the Hub; wheels don't have them.
 PUBLISHED = Path(str(files("hf_spec.hub_cards"))) / "adapters"
 #: Needs neither training nor an adapter.
-FREE_STRATEGY = "prompt_lookup"
+FREE_STRATEGY = "token_recycling"
 #: Beginnings of classes in the style that the demo model has learned, written for this package.
 PROMPTS = SHIPPED / "prompts.jsonl"
 

@@ -1,7 +1,5 @@
 """Collects what each step of a call emits and verifies, and splits a text by its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

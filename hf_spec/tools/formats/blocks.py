@@ -1,6 +1,20 @@
-"""Checkpoints of block drafters: DFlash, DSpark and others, read and written."""
+"""Checkpoints of block drafters, read and written: DFlash (also 2), JetSpec, DSpark, Domino, DSpine
+and xPress.
 
-from __future__ import annotations
+Formats name most tensors as :class:`BlockAdapter` does; by their ``config.json`` they are:
+
+* speculators': ``speculators_model_type``, with the layers described by a part of it.
+* z-lab's and SpecForge's, which SGLang reads: the config of Qwen3 layers with ``dflash_config``.
+  ``target_layer_ids`` number layers by their *outputs*, one less; without them, they are evenly
+  spaced.
+* DeepSpec's: the same fields without ``dflash_config``, beside ``num_anchors``; -1 is the
+  embeddings, of which it has a frozen copy. Layers may be those of Gemma 4.
+* Transformers' ``muse_glimmer_assistant``: likewise; two tensors have other names, and slots of
+  layers with a window see those behind them.
+
+A field that is not known is an error; in flat configs, which hold fields of models, one that is
+on.
+"""
 
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -17,8 +31,6 @@ from hf_spec.predict.block_heads import CONFIDENCE
 from hf_spec.predict.markov import HEAD, DraftVocabulary
 from hf_spec.tools.formats import tables
 from hf_spec.tools.formats.tables import ANY, KIND, LAYERS, OF_DEEPSPEC, Files, Reader
-
-# -- Kinds of released block drafters, and their fields in the formats of :mod:`.blocks` -----------
 
 #: Types of layers that formats have; the first one where a config names another.
 TYPES = ("qwen3", "gemma4_text")
@@ -123,7 +135,7 @@ OF_SPECULATORS = dict.fromkeys(
 )  # fmt: skip
 
 
-# -- Block drafters as speculators and SpecForge write them; see :mod:`.blocks` --------------------
+# -- Writing ---------------------------------------------------------------------------------------
 
 
 def _kind_to_write(config: Any) -> str:
@@ -144,11 +156,8 @@ def _kind_to_write(config: Any) -> str:
 def _written(
     model: Any, config: Any, name: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Theirs of our fields, scales that are on, and the config of the layers, of a kind.
-
-    Raises:
-        ValueError: no format has this.
-    """
+    """Theirs of our fields, scales that are on, and the config of the layers, of a kind; a
+    ValueError if no format has this."""
     types = ["sliding_attention" if layer in (config.sliding_layers or []) else "full_attention"
              for layer in range(config.num_layers)]  # fmt: skip
     scales = {theirs: getattr(config, ours) for ours, theirs in SCALES.items()}
@@ -175,11 +184,7 @@ def _written(
 
 
 def speculators(model: Any, adapter: Adapter) -> dict[str, Any]:
-    """``config.json`` and tensors as speculators writes them.
-
-    Raises:
-        ValueError: the adapter has what speculators does not know.
-    """
+    """``config.json`` and tensors as speculators writes them."""
     config: Any = adapter.config
     name, tensors, known = _kind_to_write(config), dict(adapter.tensors()), vocab_size(model)
     fields, scales, layers = _written(model, config, name)
@@ -226,11 +231,7 @@ def speculators(model: Any, adapter: Adapter) -> dict[str, Any]:
 
 
 def specforge(model: Any, adapter: Adapter) -> dict[str, Any]:
-    """``config.json`` and tensors as SpecForge writes them, and SGLang reads.
-
-    Raises:
-        ValueError: the adapter has what they do not know.
-    """
+    """``config.json`` and tensors as SpecForge writes them, and SGLang reads."""
     config: Any = adapter.config
     name, tensors = _kind_to_write(config), dict(adapter.tensors())
     fields, scales, layers = _written(model, config, name)
@@ -278,21 +279,7 @@ def _dtype(tensors: Mapping[str, Tensor]) -> str:
     return str(tensors["fc.weight"].dtype).removeprefix("torch.")
 
 
-# -- Released block drafters: DFlash, DFlash 2, JetSpec, DSpark, Domino, DSpine and xPress ---------
-#
-# Formats name most tensors as :class:`BlockAdapter` does; by their ``config.json`` they are:
-#
-# * speculators': ``speculators_model_type``, with the layers described by a part of it.
-# * z-lab's and SpecForge's, which SGLang reads: the config of Qwen3 layers with ``dflash_config``.
-#   ``target_layer_ids`` number layers by their *outputs*, one less; without them, they are evenly
-#   spaced.
-# * DeepSpec's: the same fields without ``dflash_config``, beside ``num_anchors``; -1 is the
-#   embeddings, of which it has a frozen copy. Layers may be those of Gemma 4.
-# * Transformers' ``muse_glimmer_assistant``: likewise; two tensors have other names, and slots of
-#   layers with a window see those behind them.
-#
-# A field that is not known is an error; in flat configs, which hold fields of models, one that is
-# on.
+# -- Reading ---------------------------------------------------------------------------------------
 
 
 def kind_of(config: Mapping[str, Any], names: Collection[str]) -> str | None:
@@ -322,14 +309,8 @@ def recognizes(strategy: str, config: Mapping[str, Any], names: Collection[str])
 
 
 def convert(strategy: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
-    """Fields of ``BlockConfig`` and the adapter's parameters, from a released checkpoint.
-
-    Args:
-        strategy: ``dflash`` or ``dspark``.
-
-    Raises:
-        ValueError: naming the field or tensor that is missing, unknown, or does not fit.
-    """
+    """Fields of ``BlockConfig`` and the adapter's parameters, from a released checkpoint of
+    ``dflash`` or ``dspark``."""
     layers, weights = tables.described(config), tables.renamed(tensors, NAMES)
     kind = kind_of(config, weights)
     if kind is None:

@@ -6,8 +6,6 @@ SpecForge and ModelOpt, as SGLang (0.5.23) reads it; and DeepSpec's, the base's 
 ``target_layer_ids``, whose layers may be those of Gemma 4.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -76,11 +74,7 @@ def recognizes(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def convert(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
-    """Fields of ``Eagle3Config`` and the adapter's parameters, from a released checkpoint.
-
-    Raises:
-        ValueError: a field is missing, unknown or not supported, or tensors do not fit the config.
-    """
+    """Fields of ``Eagle3Config`` and the adapter's parameters, from a released checkpoint."""
     layers, found = tables.described(config), tables.renamed(tensors, NAMES)
     if config.get(KIND) not in (None, *KINDS):
         read = " and ".join(map(repr, KINDS))
@@ -127,12 +121,7 @@ def _check_switches(
 
 def speculators(model: Any, adapter: Adapter) -> dict[str, Any]:
     """``config.json`` and tensors in speculators' format, with the base's embeddings, as
-    speculators would leave them random.
-
-    Raises:
-        ValueError: it has other layers, or reads the final hidden states, which engines give before
-            the norm.
-    """
+    speculators would leave them random."""
     config: Any = adapter.config
     tables.refuse({
         f"architecture={config.architecture!r}: speculators reads layers of {' and '.join(USUAL)}.":
@@ -160,11 +149,7 @@ def speculators(model: Any, adapter: Adapter) -> dict[str, Any]:
 
 
 def sglang(model: Any, adapter: Adapter) -> dict[str, Any]:
-    """``config.json`` and tensors as SGLang reads them.
-
-    Raises:
-        ValueError: SGLang has no such decoder; the message names the field.
-    """
+    """``config.json`` and tensors as SGLang reads them."""
     config: Any = adapter.config
     tables.refuse({
         f"{name}={getattr(config, name)!r}: SGLang reads only {wanted!r}.":
@@ -211,7 +196,5 @@ def wants(name: str) -> bool:
 
 
 share = partial(tables.without_copy, name=EMBEDDINGS, own_embeddings=False)
-READERS = {
-    "eagle3": Reader(wants, convert, recognizes, share),
-}
+READERS = {"eagle3": Reader(wants, convert, recognizes, share)}
 WRITERS = {"speculators": speculators, "sglang": sglang}

@@ -5,8 +5,6 @@ the model's own, its embeddings, is not read. The table of names is ``SPECULATOR
 :mod:`hf_spec.modeling_patches.mtp`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,11 +19,7 @@ COUNT, LAYERS = "num_nextn_predict_layers", "layers."
 
 
 def convert(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
-    """Fields of ``MtpConfig``, and the layers' tensors by their names in ``MtpLayers``.
-
-    Raises:
-        ValueError: it is not in speculators' format, or has other layers than its config says.
-    """
+    """Fields of ``MtpConfig``, and the layers' tensors by their names in ``MtpLayers``."""
     if config.get(KIND) != "mtp":
         raise ValueError(
             f"config.json beside it does not say {KIND}='mtp': layers of a model's own checkpoint "

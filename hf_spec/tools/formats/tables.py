@@ -1,7 +1,5 @@
 """What formats are made of: tables of names and fields, layers, and draft vocabularies."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +19,6 @@ from hf_spec.predict.markov import HEAD
 
 #: Fields of an adapter's config or of another program's, and tensors by name.
 Files = tuple[dict[str, Any], dict[str, Tensor]]
-#: Fields of adapters of the papers' own kind: without a Markov head, for all tokens.
-AS_IN_PAPERS = {"markov_rank": 0, "draft_vocab_size": 0}
 #: See :attr:`Reader.share`.
 Share = Callable[[Any, Any, dict[str, Tensor]], tuple[Any, dict[str, Tensor]]]
 
@@ -65,11 +61,8 @@ def formats_of(method: Method, name: str) -> Mapping[str, Any]:
 def renamed(
     tensors: Mapping[str, Tensor], prefixes: Iterable[tuple[str, str]]
 ) -> dict[str, Tensor]:
-    """Tensors with prefixes of their names replaced, one after another.
-
-    Raises:
-        ValueError: a tensor is there twice.
-    """
+    """Tensors with prefixes of their names replaced, one after another; a ValueError if two have
+    one name then."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if (own := own_name(name, prefixes)) in found:
@@ -118,12 +111,8 @@ PER_TOKEN = {HEAD, *(head.output for head in HEADS.values())}
 
 
 def take_vocabulary(tensors: dict[str, Tensor], known: int, stated: int | None) -> int:
-    """Replace ``d2t`` and ``t2d`` by the ids of draft tokens; returns their number, 0 for all.
-
-    Args:
-        known: the size of the vocabulary.
-        stated: ``draft_vocab_size`` of ``config.json``.
-    """
+    """Replace ``d2t`` and ``t2d`` by the ids of draft tokens, of a vocabulary of ``known`` tokens;
+    returns their number, as ``config.json`` has ``stated`` it, 0 for all."""
     head, marked = tensors.get(HEAD), (tensors.pop(OFFSETS, None), tensors.pop(MASK, None))
     if head is not None:
         if head.ndim != 2 or not len(head):
@@ -305,12 +294,7 @@ def speculators_config(
     model: Any, config: Any, kind: str, architecture: str, drafted: int, layers: dict[str, Any]
 ) -> dict[str, Any]:
     """What ``config.json`` of all of speculators' drafters begins with, as its version 0.9.0 writes
-    it, which vLLM reads.
-
-    Args:
-        drafted: draft tokens of a step.
-        layers: the config of the drafter's layers.
-    """
+    it, which vLLM reads; ``drafted`` is the number of draft tokens of a step."""
     verifier = config.base_model_name_or_path or model.config.name_or_path
     return {
         "architectures": [architecture],

@@ -1,47 +1,47 @@
-"""Model cards, and adapters pushed to the Hub."""
+"""Model cards, rendered from an adapter folder's configs and results; and uploads to the Hub.
 
-from __future__ import annotations
+The template is ``hub_cards/adapter_card.md``. Each method adds a section, ``Method.card``, with the
+variables ``adapter`` (the adapter's config), ``options`` and ``search`` (``search.json``, or None).
+``hub_cards/training.md`` adds a section for trained adapters. The card depends on the folder alone.
+"""
 
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping
 from fnmatch import fnmatch
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    EvalResult,
+    HfApi,
+    ModelCard,
+    ModelCardData,
+)
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import validate_repo_id
+from jinja2 import Template, TemplateError
 
 from hf_spec.adapters.config import SHIM, shim_text
 from hf_spec.core.checks import INSTALL, explained, first_line, names_its_files
 from hf_spec.draft.options import ACCEPTANCE_RULES
 from hf_spec.files import read_json, write_atomically
 from hf_spec.methods.registry import Method
-from hf_spec.tools.hub import folder as adapter_folder
-from hf_spec.tools.hub.folder import (
-    CARD,
-    CONFIG,
-    check_complete,
-    is_repository,
-    read_spec_config,
-    write_shim,
-)
+from hf_spec.tools.hub import folder as folders
+from hf_spec.tools.hub.folder import CARD, CONFIG, RESULTS, is_repository, read_spec_config
 
-# -- Renders the card of an adapter folder from its configs and results ----------------------------
-#
-# The template is ``hub_cards/adapter_card.md``. Each method adds a section, ``Method.card``, with
-# the variables ``adapter`` (the adapter's config), ``options`` and ``search`` (``search.json``, or
-# None). ``hub_cards/training.md`` adds a section for trained adapters. The card depends on the
-# folder alone.
-
-if TYPE_CHECKING:
-    from huggingface_hub import EvalResult, ModelCardData
-
-RESULTS, SEARCH, TRAINING = "results.json", "search.json", "training.json"
+#: Templates of cards; those of methods are theirs.
+TEMPLATES = files("hf_spec.hub_cards")
 #: Ends a card of ours, with a hash of its text: that of an edited card is another.
 MARK = "<!-- Written by hf_spec, {}. A card that was edited since is kept. -->"
 METADATA = re.compile(r"\A\s*---\n.*?\n---\s*\n", re.DOTALL)
+#: Files of an earlier adapter in a repository that would be mistaken for a new one's.
+STALE = (*folders.MEASURED, *folders.UNSAFE)
 #: What PEFT appends to each card when it saves an adapter.
 PEFT_VERSION = re.compile(r"(### Framework versions\s+)?^- PEFT \S+$", re.MULTILINE)
 
@@ -57,27 +57,34 @@ def render_card(
     adapter = read_json(folder / CONFIG)
     base_model = base_model or adapter.get("base_model_name_or_path") or "the base model"
     public = is_repository(base_model) and base_model != "the base model"
-    search, training = (read_json(folder / one, optional=True) for one in (SEARCH, TRAINING))
+    search = read_json(folder / folders.SEARCH, optional=True)
+    training = read_json(folder / folders.TRAINING, optional=True)
     repository = repository or folder.resolve().name
     facts: dict[str, Any] = {"adapter": adapter, "options": options}
     section = trained = ""
-    if method.card.is_file():  # the method's own section
-        section = _render(method.card, **facts, search=search or None)
-    if training:
-        best = training.get("best") or {}
-        distances = itertools.takewhile(lambda i: f"eval_top1_{i}" in best, itertools.count(1))
-        source = files("hf_spec.hub_cards") / "training.md"
-        trained = _render(source, training=training, distances=list(distances))
     acceptance, figures = method.parse_options(options).acceptance, _figures(folder, method, search)
-    card = _filled(
-        _metadata(repository, base_model if public else None, method, figures, training, metadata),
-        template_str=(files("hf_spec.hub_cards") / "adapter_card.md").read_text(encoding="utf-8"),
-        install=INSTALL, title=repository.rpartition("/")[2], repository=repository,
-        base_model=base_model, base_is_repository=public, method=method, **facts,
-        lossless=ACCEPTANCE_RULES[acceptance], acceptance=acceptance,
-        figures=figures, section=section, training=trained,
-    )  # fmt: skip
+    data = _metadata(
+        repository, base_model if public else None, method, figures, training, metadata
+    )
+    with explained("what was recorded of the adapter does not fit its card", TemplateError):
+        if method.card.is_file():  # the method's own section
+            section = _render(method.card, **facts, search=search or None)
+        if training:
+            best = training.get("best") or {}
+            distances = itertools.takewhile(lambda i: f"eval_top1_{i}" in best, itertools.count(1))
+            trained = _render(TEMPLATES / "training.md", training=training, distances=[*distances])
+        card = ModelCard.from_template(
+            data, template_str=(TEMPLATES / "adapter_card.md").read_text(encoding="utf-8"),
+            install=INSTALL, title=repository.rpartition("/")[2], repository=repository,
+            base_model=base_model, base_is_repository=public, method=method, **facts,
+            lossless=ACCEPTANCE_RULES[acceptance], acceptance=acceptance,
+            figures=figures, section=section, training=trained,
+        )  # fmt: skip
     return f"{str(card).rstrip()}\n\n{_mark(card.text)}\n"
+
+
+def _render(source: Traversable, **values: Any) -> str:
+    return Template(source.read_text(encoding="utf-8")).render(**values).strip()
 
 
 def _metadata(
@@ -86,8 +93,6 @@ def _metadata(
 ) -> ModelCardData:  # fmt: skip
     """What the Hub shows beside a card, and finds an adapter by. The library is hf_spec, since the
     Hub would show code of PEFT's, which does not know these adapters by itself."""
-    from huggingface_hub import ModelCardData
-
     results = _eval_results(figures) if figures else []
     named: dict[str, Any] = {"model_name": repository.rpartition("/")[2], "eval_results": results}
     related: dict[str, Any] = {} if base_model is None else {"base_model_relation": "adapter"}
@@ -112,8 +117,6 @@ def _datasets(training: dict[str, Any]) -> list[str] | None:
 
 def _eval_results(figures: dict[str, Any]) -> list[EvalResult]:
     """Tau and speed over all prompts."""
-    from huggingface_hub import EvalResult
-
     row, where = figures["rows"][-1], figures["environment"]
     name = where.get("dataset") or (where.get("prompts") or "prompts").rpartition("/")[2]
     values = {
@@ -138,8 +141,6 @@ def renewed_card(
 ) -> str:
     """The text of a folder's card, rendered anew with other names unless a person has written or
     edited it; metadata that hf_spec and PEFT don't set, such as a license, stays."""
-    from huggingface_hub import ModelCard, ModelCardData
-
     text = (folder / CARD).read_text(encoding="utf-8")
     body = PEFT_VERSION.sub("", METADATA.sub("", text))
     of_peft = ModelCard.from_template(ModelCardData()).text
@@ -156,8 +157,6 @@ def renewed_card(
 
 def _completed(card: str, old: str) -> str:
     """A card with the metadata of an old one that it lacks itself, but for what was measured."""
-    from huggingface_hub import ModelCard
-
     new, before = ModelCard(card), ModelCard(old, ignore_metadata_errors=True).data.to_dict()
     for key, value in before.items():
         if key != "model-index" and new.data.get(key) is None:
@@ -179,28 +178,9 @@ def write_card(
     text = render_card(folder, repository, base_model, **metadata)
     if (folder / CARD).is_file():
         text = _completed(text, (folder / CARD).read_text(encoding="utf-8"))
-    write_shim(folder)
+    folders.write_shim(folder)
     write_atomically(folder / CARD, text)
     return folder / CARD
-
-
-#: What is wrong with records where a template asks for more.
-_NOT_THERE = "what was recorded of the adapter does not fit its card"
-
-
-def _filled(data: Any, **values: Any) -> Any:
-    from huggingface_hub import ModelCard
-    from jinja2 import TemplateError
-
-    with explained(_NOT_THERE, TemplateError):
-        return ModelCard.from_template(data, **values)
-
-
-def _render(source: Traversable, **values: Any) -> str:
-    from jinja2 import Template, TemplateError
-
-    with explained(_NOT_THERE, TemplateError):
-        return Template(source.read_text(encoding="utf-8")).render(**values).strip()
 
 
 def _figures(folder: Path, method: Method, search: dict[str, Any]) -> dict[str, Any] | None:
@@ -230,12 +210,6 @@ def _figures(folder: Path, method: Method, search: dict[str, Any]) -> dict[str, 
         ) from error
 
 
-# -- Uploads an adapter folder to a repository on the Hub ------------------------------------------
-
-#: Files of an earlier adapter in the repository that would be mistaken for the new one's.
-STALE = (*adapter_folder.MEASURED, *adapter_folder.UNSAFE)
-
-
 def push(
     folder: Path, repository: str, *, private: bool = False, revision: str | None = None,
     base_model: str | None = None, **metadata: Any,
@@ -249,13 +223,22 @@ def push(
     gets the earlier adapter as a whole. That one's measurements, figures and pickled weights are
     removed. Repository and branch are created if they do not exist.
     """
-    from huggingface_hub.errors import HfHubHTTPError
-
     # The HTTP library differs between releases of huggingface_hub.
     transport: type[Exception] = HfHubHTTPError.__bases__[0]
-    files = files_to_upload(folder, repository, base_model, **metadata)
+    files, api = files_to_upload(folder, repository, base_model, **metadata), HfApi()
     try:
-        return _upload(files, repository, private, revision)
+        # None leaves the choice to the organization's settings.
+        api.create_repo(repository, private=private or None, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        remote = api.list_repo_files(repository, revision=revision)
+        stale = [name for name in remote if any(fnmatch(name, kind) for kind in STALE)]
+        added = [CommitOperationAdd(name, path) for name, path in sorted(files.items())]
+        deleted = [CommitOperationDelete(name) for name in stale if name not in files]
+        commit = api.create_commit(  # not upload_folder, which may make several commits
+            repository, operations=[*added, *deleted], revision=revision,
+            commit_message="Upload adapter with hf_spec",
+        )  # fmt: skip
     # Failed uploads of single files end in a RuntimeError.
     except (transport, OSError, RuntimeError) as error:
         message = getattr(error, "server_message", None)
@@ -264,31 +247,6 @@ def push(
         if getattr(response, "status_code", None) in (401, 403):
             reason += " (is your token valid, and may it write there? 'hf auth login')"
         raise ValueError(f"cannot upload to {repository!r}: {reason}") from error
-
-
-def _upload(
-    files: Mapping[str, str | bytes], repository: str, private: bool, revision: str | None
-) -> str:
-    """Create the repository and the branch if needed, make one commit, and return its URL."""
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-
-    api = HfApi()
-    # None leaves the choice to the organization's settings.
-    api.create_repo(repository, private=private or None, exist_ok=True)
-    if revision is not None:
-        api.create_branch(repository, branch=revision, exist_ok=True)
-    remote = api.list_repo_files(repository, revision=revision)
-    stale = [name for name in remote if any(fnmatch(name, kind) for kind in STALE)]
-    commit = api.create_commit(
-        repository,
-        # Not upload_folder, which may make several commits.
-        operations=[
-            *(CommitOperationAdd(name, path) for name, path in sorted(files.items())),
-            *(CommitOperationDelete(name) for name in stale if name not in files),
-        ],
-        revision=revision,
-        commit_message="Upload adapter with hf_spec",
-    )
     return str(commit.commit_url)
 
 
@@ -298,15 +256,13 @@ def files_to_upload(
     """Paths of the files to upload, by their names there; or contents, in which the names of
     repository and base model are set, and the card's ``metadata``. Needs no network; a ValueError
     says what is missing or wrong."""
-    from huggingface_hub.utils import validate_repo_id
-
     if repository.count("/") != 1:
         raise ValueError(f"{repository!r} is no repository: give owner/name")
     validate_repo_id(repository)
-    check_complete(folder)
+    folders.check_complete(folder)
     found: dict[str, str | bytes] = {
         path.relative_to(folder).as_posix(): str(path)
-        for pattern in (*adapter_folder.REQUIRED, *adapter_folder.OPTIONAL)
+        for pattern in (*folders.REQUIRED, *folders.OPTIONAL)
         for path in folder.glob(pattern)
     }
     config = read_json(folder / CONFIG)

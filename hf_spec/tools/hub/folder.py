@@ -1,7 +1,5 @@
 """Writes adapter folders, and checks that they are complete. Every file is written atomically."""
 
-from __future__ import annotations
-
 import filecmp
 import os
 import tempfile
@@ -11,17 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel, get_peft_model
+
 import hf_spec
-from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
+from hf_spec.adapters.checkpoint import CONFIG, WEIGHTS, read_weights
 from hf_spec.adapters.config import CARD, GENERATION, SHIM, says_the_same, shim_text
 from hf_spec.core.checks import names_its_files
 from hf_spec.files import is_path, read_json, write_atomically, writing
 from hf_spec.methods.registry import Method, get_method
 
-CONFIG = "adapter_config.json"
 REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD)
 #: What was measured of the adapter.
-MEASURED = ("search.json", "training.json", "results.json")
+MEASURED = SEARCH, TRAINING, RESULTS = "search.json", "training.json", "results.json"
 #: Files that are uploaded if they exist; the shim is always written anew.
 OPTIONAL = (*MEASURED, "*.png", "LICENSE")
 #: Weights in formats that run code when they are loaded.
@@ -81,8 +80,6 @@ def attached(
         on_meta: whether the adapter has no weights yet.
         trained: folder of a trained adapter whose weights it gets; None for a new one.
     """
-    from peft import PeftModel, get_peft_model
-
     trainable = [parameter.requires_grad for parameter in model.parameters()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # from PEFT's call of Transformers

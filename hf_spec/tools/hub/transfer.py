@@ -3,8 +3,6 @@
 This module reads and writes files; methods know what the tensors mean (``Method.formats``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields as fields_of
@@ -12,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_spec.adapters.checkpoint import (
@@ -88,8 +88,6 @@ def find_published(place: str, wants: Callable[[str], bool], files: Sequence[str
         wants: whether the tensor of a name is needed, of files that an index names.
         files: names that a folder or repository is searched for; the first one counts.
     """
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     path, origin, where = Path(place), Origin(place), ""
     if path.is_file():
         return path
@@ -273,8 +271,6 @@ def exporter(folder: Path, form: str) -> Writer:
 def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
     """Write an adapter in the format of another program, such as ``sglang``: a config and a
     safetensors file; returns ``output``."""
-    from safetensors.torch import save_file
-
     make = exporter(folder, form)
     with attached(model, None, trained=folder) as peft_model:
         name = peft_model.active_peft_config.type_name

@@ -91,19 +91,17 @@ def trainable_method(name: str) -> Method:
 
 def config_fields(method: Method) -> dict[str, dataclasses.Field[Any]]:
     """Fields of the method's adapter config that a user may set."""
-    fields = added_fields(method.adapter_config, SpecPeftConfig)
-    help_of = {name: field.metadata.get("help", "") for name, field in fields.items()}
-    return {name: field for name, field in fields.items() if "recorded" not in help_of[name]}
+    fields = added_fields(method.adapter_config, SpecPeftConfig).items()
+    return {name: one for name, one in fields if "recorded" not in one.metadata.get("help", "")}
 
 
 def added_fields(kind: Any, base: Any) -> dict[str, dataclasses.Field[Any]]:
     """Fields of a dataclass that its base does not have, with all that is said of them."""
-    found = {field.name: copy.copy(field) for field in dataclasses.fields(kind)}
-    for name, field in found.items():
-        field.metadata = MappingProxyType(said_of(kind, name))
-    for field in dataclasses.fields(base):
-        found.pop(field.name, None)
-    return found
+    known = {field.name for field in dataclasses.fields(base)}
+    found = [copy.copy(field) for field in dataclasses.fields(kind) if field.name not in known]
+    for field in found:
+        field.metadata = MappingProxyType(said_of(kind, field.name))
+    return {field.name: field for field in found}
 
 
 def config_of(method: Method, fields: dict[str, Any], start: Path | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Answers as training data."""
+"""Answers as training data: those of ``hf-spec distill``, and files of the user's own."""
 
 from __future__ import annotations
 
@@ -32,10 +32,20 @@ from hf_spec.tools.data import (
     dataset_named,
     example,
     load_named,
+    quiet,
     read,
 )
 
-# -- Turns answers into training batches: sequences, labels, and random anchors in the answers -----
+if TYPE_CHECKING:
+    import datasets
+
+logger = logging.getLogger(__name__)
+
+#: A folder of ``hf-spec distill``: a JSON line per answer, and how they are made.
+ANSWERS, PROVENANCE = "answers.jsonl", "provenance.json"
+#: How names of data files in a folder end. ``.json`` files count where there are no others, as a
+#: data set may have some that describe it.
+SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
 class AnswerDataset(Dataset[dict[str, Tensor]]):
@@ -145,22 +155,6 @@ def collate(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return batch
 
 
-# -- Reads prompts with answers: those of ``hf-spec distill``, and files of the user's own ---------
-#
-# :mod:`hf_spec.tools.data` says what files may hold. This module knows tokenizers, but no models.
-
-if TYPE_CHECKING:
-    import datasets
-
-logger = logging.getLogger(__name__)
-
-#: A folder of ``hf-spec distill``: a JSON line per answer, and how they are made.
-ANSWERS, PROVENANCE = "answers.jsonl", "provenance.json"
-#: How names of data files in a folder end. ``.json`` files count where there are no others, as a
-#: data set may have some that describe it.
-SUFFIXES = (".parquet", ".jsonl", ".json")
-
-
 def read_answers(folder: str | Path, tokenizer: Any = None) -> datasets.Dataset:
     """Read the prompts and answers in a folder or a file; they stay on disk, in Arrow's format.
 
@@ -192,16 +186,13 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> datasets.Dataset:
         raise ValueError(f"{str(folder)!r} is empty: its files hold no rows")
     # A tuple: datasets takes lists for parts of the data, which it shares among processes.
     stats = tuple((path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
-    verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the errors below say enough
     try:
-        data = datasets.Dataset.from_generator(_rows, gen_kwargs={**sources, "stats": stats})
+        with quiet():
+            data = datasets.Dataset.from_generator(_rows, gen_kwargs={**sources, "stats": stats})
     except datasets.exceptions.DatasetGenerationError as error:
         if isinstance(error.__cause__, ValueError):
             raise error.__cause__ from None  # it names the place
         raise
-    finally:
-        datasets.logging.set_verbosity(verbosity)
     if not provenance:
         return data
     if len(data) != provenance["rows"]:
@@ -305,9 +296,6 @@ def _ids(name: str, value: Any) -> list[int]:
     if not isinstance(value, list) or not value or any(type(token) is not int for token in value):
         raise ValueError(f"{name!r} must be a list of token ids that is not empty")
     return value
-
-
-# -- The draft vocabulary of an adapter that is about to be trained --------------------------------
 
 
 def set_vocabulary(model: nn.Module, answers: Iterable[Sequence[int]]) -> None:

@@ -1,4 +1,8 @@
-"""Answers of the model itself, also to prompts of its own."""
+"""Generates training data: a model's own answers to prompts, which it may write itself.
+
+The prompts are divided into batches of similar length. The answers of a batch depend only on the
+settings and its number, not on interruptions or the number of processes.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2 import TemplateError
 
 from hf_spec.adapters.config import fingerprint
 from hf_spec.core.checks import check_same_settings, first_line
-from hf_spec.decoding.call import LOOKUPS, choose
+from hf_spec.decoding.call import UNTRAINED, choose
 from hf_spec.files import read_json, write_atomically, write_json, writing
 from hf_spec.tools.bench.contenders import Contender, contender_of
 from hf_spec.tools.bench.environment import environment_of
@@ -26,12 +31,6 @@ from hf_spec.tools.data import Prompt, label, progress_bar, read, sha256
 from hf_spec.tools.loading import chosen_device
 from hf_spec.tools.training.dataset import ANSWERS, PROVENANCE
 
-# -- Generates training data: a model's own answers to prompts -------------------------------------
-#
-# The prompts are divided into batches of similar length. The answers of a batch depend only on the
-# settings and its number, not on interruptions or the number of processes. This module knows no
-# command line.
-
 if TYPE_CHECKING:
     from accelerate import PartialState
 
@@ -39,13 +38,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds and forward passes of a batch, and its rows of the answers.
 Answered = tuple[float, int, list[dict[str, Any]]]
-#: Options of all strategies unless ``--strategy-kwargs`` sets them. Leaving out drafts that do not
-#: pay depends on step times, and would make sampled numbers and ties depend on them, too.
-OPTIONS = {"drafting": "always"}
 #: Settings that are arguments of ``generate``; None is the model's own number.
 ARGUMENTS = ("do_sample", "max_new_tokens", "temperature", "top_k", "top_p")
-#: Options of prompt lookup: in a batch, a few draft tokens per sequence fill a step.
-LOOKUP_OPTIONS = {"num_draft_tokens": 4}
 
 
 class AnswerFolder:
@@ -164,7 +158,8 @@ def distill(
     state.wait_for_everyone()  # no process writes before all have looked
     everything = batches([len(ids) for ids in token_ids], settings["batch_size"])
     if contender is None:
-        contender = fitting(model)
+        strategy = choose(model).strategy  # which fits the model, as auto finds it
+        contender = contender_of(strategy, default_options(strategy))
     facts["chosen"] = contender.kwargs
     given = {name: settings[name] for name in ARGUMENTS if settings[name] is not None}
     with Session.open(model, tokenizer, given, [contender]) as session:
@@ -239,11 +234,12 @@ def _row(
     }  # fmt: skip
 
 
-def fitting(model: Any) -> Contender:
-    """The strategy that fits a model, as ``auto`` finds it."""
-    choice = choose(model)
-    options = {**OPTIONS, **(LOOKUP_OPTIONS if choice.strategy == LOOKUPS else {})}
-    return contender_of(choice.strategy, options)
+def default_options(strategy: Any) -> dict[str, Any]:
+    """Options of a strategy unless ``--strategy-kwargs`` sets them."""
+    # Leaving out drafts that do not pay depends on step times, and would make sampled numbers and
+    # ties depend on them, too. In a batch, a few draft tokens per sequence fill a step.
+    few = {"num_draft_tokens": 4} if strategy in ("prompt_lookup", UNTRAINED) else {}
+    return {"drafting": "always", **few}
 
 
 def _facts(model: Any, tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
@@ -312,8 +308,6 @@ def _around_words(tokenizer: Any) -> tuple[list[int], str]:
                 "model cannot write prompts: give some with --prompts."
             )
         return [start], ""
-    from jinja2 import TemplateError
-
     chat = [{"role": "user", "content": _WORDS}]
     try:
         text: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

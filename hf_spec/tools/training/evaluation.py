@@ -1,5 +1,6 @@
-"""What a training reports."""
+"""What a training reports: acceptance by decoding, accuracies, a bar and lines for people."""
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,24 +18,20 @@ from hf_spec.core.stats import SpecStats
 from hf_spec.target.sequences import IGNORED
 from hf_spec.tools.bench.runner import pad_left
 
-# -- What a training tells people: a bar, a line per evaluation, what came out ---------------------
-
 #: Positions whose acceptance is shown.
 SHOWN = 4
+#: Values of k of the top-k accuracies.
+RANKS = (1, 5, 10)
 
 
 class Report(TrainerCallback):
-    """A progress bar, and a line per evaluation of a training, whose ``done`` is from 0 to 1.
-
-    Attributes:
-        steps: taken so far, without those before the training was resumed.
-    """
+    """A progress bar, and a line per evaluation of a training, whose ``done`` is from 0 to 1. Its
+    ``steps`` are those taken so far, without those before the training was resumed."""
 
     def __init__(self, trainer: Any):
         self.trainer: Any = trainer
         self._bar: tqdm | None = None
-        self.steps, self._speaks = 0, False
-        self._began = self._before = self._best = 0.0
+        self.steps, self._speaks = 0, False  # an evaluation may come without a training
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._speaks = state.is_world_process_zero
@@ -68,7 +65,8 @@ class Report(TrainerCallback):
         if self._before < done < 1:
             parts[-1] += f", {duration(gone * (1 - done) / (done - self._before))} left"
         of = f" of {state.max_steps:,}" if args.max_minutes is None else ""
-        self._say(f"step {state.global_step:,}{of}: {'; '.join(parts)}")
+        tqdm.write(f"step {state.global_step:,}{of}: {'; '.join(parts)}")
+        sys.stdout.flush()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
@@ -78,12 +76,6 @@ class Report(TrainerCallback):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-    def _say(self, text: str) -> None:
-        if self._bar is None:
-            print(text, flush=True)
-        else:
-            self._bar.write(text)
 
 
 def outcome(record: Mapping[str, Any]) -> list[str]:
@@ -100,12 +92,6 @@ def outcome(record: Mapping[str, Any]) -> list[str]:
             "tokens per forward pass if every pass drafts"
         )
     return lines
-
-
-# -- Evaluates adapters: acceptance by real decoding, and accuracy at every distance ---------------
-
-#: Values of k of the top-k accuracies.
-RANKS = (1, 5, 10)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Trains an adapter."""
+"""Trains an adapter on a base model's own answers: data, Trainer, adapter folder."""
 
 import hashlib
 import logging
@@ -22,8 +22,7 @@ from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.support import check_model
 from hf_spec.target.sequences import KEEPER
 from hf_spec.tools.bench.environment import PACKAGES, device_name, package_version
-from hf_spec.tools.hub.card import TRAINING
-from hf_spec.tools.hub.folder import attached, save_adapter
+from hf_spec.tools.hub.folder import TRAINING, attached, save_adapter
 from hf_spec.tools.training.arguments import (
     SpecArguments,
     config_fields,
@@ -33,21 +32,19 @@ from hf_spec.tools.training.arguments import (
 )
 from hf_spec.tools.training.dataset import AnswerDataset, NewAnchors, collate, set_vocabulary, split
 from hf_spec.tools.training.evaluation import EvalDecoding
-from hf_spec.tools.training.trainer import gathered, save_model
+from hf_spec.tools.training.trainer import SpecTrainer, gathered, save_model
 
-# --------------------------------------------------------------------------------------------------
-# Hidden states of a frozen base model, kept on disk, so that each sequence runs through it once.
-#
-# Drafters that read the base's states only (heads, decoders) see the same states in every epoch.
-# They are written where a training's checkpoints are, and removed with its end. A training that is
-# resumed reads those of its first part.
+logger = logging.getLogger(__name__)
 
 #: How names of files end.
 SUFFIX = ".safetensors"
 
 
 class KeptStates:
-    """States of sequences, each in a file that is named after its tokens and the kind of states.
+    """Hidden states of a frozen base model on disk, so that each sequence runs through it once.
+    Those of a sequence are in a file that is named after its tokens and the kind of states.
+
+    Drafters that read the base's states only (heads, decoders) see the same states in every epoch.
 
     Args:
         num_bytes: most bytes of all files; sequences that find no room are computed each time.
@@ -63,13 +60,8 @@ class KeptStates:
         self, compute: Callable[[Tensor, Tensor], Sequence[Tensor]], input_ids: Tensor,
         mask: Tensor, kind: Sequence[int],
     ) -> Sequence[Tensor]:  # fmt: skip
-        """Tensors ``(batch, seq, ...)``; those of padding may be 0.
-
-        Args:
-            compute: gives them for some rows and their mask.
-            input_ids, mask: ``(batch, seq)``; the mask is 0 for padding.
-            kind: what they are.
-        """
+        """Tensors ``(batch, seq, ...)`` of a kind, which ``compute`` gives for some rows and their
+        mask, ``(batch, seq)`` both; those of padding, where the mask is 0, may be 0."""
         real = mask.bool()
         rows = [ids[own].tolist() for ids, own in zip(input_ids.cpu(), real.cpu())]
         paths = [self._path((self.base, row, list(kind))) for row in rows]
@@ -108,7 +100,8 @@ class KeptStates:
 @contextmanager
 def kept_states(trainer: Any, folder: Path, base: str) -> Iterator[None]:
     """Keep states in the block, a training, if they recur; afterwards they are removed, unless it
-    ends with an error. The folder is that of checkpoints; ``base`` as in :class:`KeptStates`."""
+    ends with an error: one that is resumed reads those of its first part. The folder is that of
+    checkpoints; ``base`` as in :class:`KeptStates`."""
     args = trainer.args
     # Where layers are sharded, all processes run the base together.
     if args.num_train_epochs <= 1 or not args.kept_states or trainer.trains_base or trainer.sharded:
@@ -125,11 +118,6 @@ def kept_states(trainer: Any, folder: Path, base: str) -> Iterator[None]:
     trainer.accelerator.wait_for_everyone()
     for one in folder.glob("states-*"):  # before it was resumed there may have been more processes
         shutil.rmtree(one, ignore_errors=True)
-
-
-# -- Trains an adapter on a base model's own answers: data, Trainer, adapter folder ----------------
-
-logger = logging.getLogger(__name__)
 
 
 def check_lengths(rows: Any, max_length: int) -> None:
@@ -226,8 +214,6 @@ def _trainer(
     held_out: Any,
 ) -> Any:  # fmt: skip
     """The Trainer of an adapter, which evaluates on rows that are held out."""
-    from hf_spec.tools.training.trainer import SpecTrainer
-
     anchors = args.num_anchors or method.num_anchors
     seed = args.seed if args.data_seed is None else args.data_seed
     data = {"num_anchors": anchors, "max_length": args.max_length, "seed": seed}
@@ -263,14 +249,13 @@ def _record(
     evaluations = [entry for entry in history if "eval_tau" in entry]
     saved = [entry for entry in evaluations if entry["step"] == trainer.state.best_global_step]
     args = trainer.args
-    batch_size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
     return {
         "method": method.name,
         "base_model": config.base_model_name_or_path,
         "config": {name: getattr(config, name) for name in config_fields(method)},
         "options": options,
         "settings": {
-            "steps": trainer.state.global_step, "batch_size": batch_size,
+            "steps": trainer.state.global_step, "batch_size": trainer.examples_per_step,
             "learning_rate": args.learning_rate, "schedule": args.lr_scheduler_type.value,
             "num_anchors": args.num_anchors or method.num_anchors,
             "max_length": args.max_length, "seed": args.seed,

@@ -1,7 +1,5 @@
 """The trainer of adapters."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Muon, Optimizer
@@ -102,8 +101,6 @@ def base_state(model: Any) -> dict[str, Tensor]:
 
 def save_checkpoint(model: Any, folder: Path) -> None:
     """Add the base model's weights to a checkpoint of its adapter."""
-    from safetensors.torch import save_file
-
     state = {name: tensor.contiguous() for name, tensor in base_state(model).items()}
     with staging(folder) as temporary:
         save_file(state, temporary / CHECKPOINT)
@@ -111,8 +108,6 @@ def save_checkpoint(model: Any, folder: Path) -> None:
 
 def load_checkpoint(model: Any, folder: Path) -> None:
     """Load the weights in a checkpoint into the base model; a ValueError if they are another's."""
-    from safetensors.torch import load_file
-
     path = folder / CHECKPOINT
     if not path.is_file():
         raise ValueError(f"{str(folder)!r} holds no {CHECKPOINT}: it is of another training")
@@ -151,11 +146,7 @@ def layer_matrices(model: nn.Module) -> set[Tensor]:
 class WithMuon(Optimizer):
     """An optimizer some of whose parameters are stepped by `torch.optim.Muon` instead (Jordan et
     al., 2024), with updates of equal size in matrices of all shapes (Liu et al., "Muon is Scalable
-    for LLM Training", 2025).
-
-    Args:
-        other: the optimizer of all parameters.
-        matrices: those that Muon takes over.
+    for LLM Training", 2025): of the parameters of the ``other`` optimizer, Muon takes ``matrices``.
     """
 
     def __init__(self, other: Optimizer, matrices: Iterable[Tensor]):
@@ -178,7 +169,7 @@ class WithMuon(Optimizer):
         return loss
 
 
-# -- A Transformers ``Trainer`` whose evaluation also decodes with the adapter ---------------------
+# -- The trainer -----------------------------------------------------------------------------------
 
 #: Steps of a schedule that follows the time.
 FINE = 10_000
@@ -190,7 +181,7 @@ class TimeLimit(TrainerCallback):
     """Ends a training so that its last evaluation is over after ``max_minutes``, those before it
     was resumed included."""
 
-    def __init__(self, trainer: SpecTrainer):
+    def __init__(self, trainer: Any):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -285,11 +276,15 @@ class SpecTrainer(Trainer):
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        args = self.args
-        if args.train_sampling_strategy != "group_by_length":
+        if self.args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)
-        batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return SimilarLengths(batch_size, self.train_dataset)
+        return SimilarLengths(self.examples_per_step, self.train_dataset)
+
+    @property
+    def examples_per_step(self) -> int:
+        """Those of all processes."""
+        args = self.args
+        return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create the Trainer's schedule, or the same over time."""

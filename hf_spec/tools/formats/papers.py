@@ -1,11 +1,10 @@
-"""Released heads of Medusa, alone or among the tensors of a model that was trained with them.
+"""Released heads of Medusa, alone or among the tensors of a model that was trained with them; and
+prompt tokens of PPD, in the format of PEFT's prompt tuning.
 
 Medusa's training script builds the blocks of a head from one module, so its files contain as many
 equal copies, which are read as separate blocks. A head's own projection is missing if it is shared
 (``"version": "2"``), or there is one copy of the base's (vLLM).
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,12 @@ from torch import Tensor
 
 from hf_spec.core.checks import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.predict.heads import BIASES, PROJECTION, WEIGHTS
-from hf_spec.tools.formats.tables import AS_IN_PAPERS, Files, Reader
+from hf_spec.tools.formats.tables import Files, Reader
+
+#: Fields of both: without a Markov head, for all tokens.
+AS_IN_PAPERS = {"markov_rank": 0, "draft_vocab_size": 0}
+#: PPD's tensor.
+EMBEDDINGS = "prompt_embeddings"
 
 #: Names of tensors of head k, from 0, and its block j, for patterns below; of L blocks, ``k.L`` is
 #: the projection. They may be behind ``medusa_head.``, ``medusa_heads.`` or ``medusa.``.
@@ -45,11 +49,7 @@ def _parse(name: str) -> dict[str, str] | None:
 
 
 def convert(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
-    """Fields of ``MedusaConfig`` and the adapter's parameters, from released tensors by name.
-
-    Raises:
-        ValueError: there are no heads, or tensors are missing, duplicate or do not fit together.
-    """
+    """Fields of ``MedusaConfig`` and the adapter's parameters, from released tensors by name."""
     found, ends = _by_kind(tensors)
     blocks, projections = found["weight"], found["projection"]
     if not blocks:
@@ -81,9 +81,7 @@ def convert(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
     return {**fields, **AS_IN_PAPERS}, result
 
 
-def _by_kind(
-    tensors: Mapping[str, Tensor],
-) -> tuple[dict[str, dict[_Key, Tensor]], dict[int, int]]:
+def _by_kind(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[_Key, Tensor]], dict[int, int]]:
     """The weights and biases of blocks, and the projections; and by head how many blocks are before
     its projection, where the name says so."""
     found: dict[str, dict[_Key, Tensor]] = {"weight": {}, "bias": {}, "projection": {}}
@@ -129,4 +127,15 @@ def wants(name: str) -> bool:
     return _parse(name) is not None
 
 
-READERS = {"medusa": Reader(wants, convert, lambda _, names: any(map(wants, names)))}
+def convert_prompts(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> Files:
+    """Fields of ``PPDConfig`` and the adapter's parameters."""
+    found = tensors.get(EMBEDDINGS)
+    if found is None or found.ndim != 2:
+        raise ValueError(f"it has no tensor {EMBEDDINGS!r} (prompt tokens, hidden)")
+    return {"num_prompt_tokens": len(found), **AS_IN_PAPERS}, {"prompts": found}
+
+
+READERS = {
+    "medusa": Reader(wants, convert, lambda _, names: any(map(wants, names))),
+    "ppd": Reader(EMBEDDINGS.__eq__, convert_prompts, lambda _, names: EMBEDDINGS in names),
+}

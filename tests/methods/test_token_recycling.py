@@ -1,0 +1,159 @@
+"""``token_recycling``: the table against a dictionary, and what calls leave in it."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import check_same, prompt, ragged
+from running import CAPTURED, drafting
+
+import hf_spec
+from hf_spec.core.memory import forget, memory
+from hf_spec.core.tree import Row, Tree
+from hf_spec.predict.recycling import (
+    ORDERS,
+    TRUSTED,
+    WEIGHTS,
+    WIDTH,
+    SuccessorTable,
+    contexts_of,
+    largest_prime,
+)
+from hf_spec.target.hidden_states import NUM_READ, Predicted
+
+VOCAB = 20
+
+
+def random_tree(seed: int) -> tuple[Tree, torch.Tensor, torch.Tensor]:
+    """Trees of two rows, the tokens before them, and logits at their nodes."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = []
+    for size in (5, 8):
+        parents = [-1, *(int(torch.randint(node, (1,), generator=draw)) for node in range(1, size))]
+        tokens = torch.randint(VOCAB, (size,), generator=draw).tolist()
+        rows.append(Row(parents, tokens, [0.9**node for node in range(size)]))
+    tree = Tree.of_rows(rows, "cpu")
+    before = torch.randint(VOCAB + 1, (2, ORDERS - 1), generator=draw)
+    return tree, before, torch.randn(2, 8, VOCAB, generator=draw)
+
+
+def text_at(tree: Tree, before: torch.Tensor, row: int, node: int) -> list[int]:
+    """The tokens down to a node, with those before the root."""
+    path = []
+    while node >= 0:
+        path.append(int(tree.tokens[row, node]))
+        node = int(tree.parents[row, node])
+    return [*before[row].tolist(), *reversed(path)]
+
+
+def test_contexts_are_the_last_tokens_on_the_path_to_each_node() -> None:
+    tree, before, logits = random_tree(0)
+    contexts = contexts_of(before, Predicted.of(tree, logits))
+    for row, size in enumerate((5, 8)):
+        for node in range(size):
+            expected = text_at(tree, before, row, node)[-ORDERS:]
+            assert contexts[row, node].tolist() == expected
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])  # entries of longer contexts: one for all, few, many
+@pytest.mark.parametrize("seed", range(4))
+def test_what_was_predicted_after_contexts_of_all_lengths_is_averaged(seed: int, size: int) -> None:
+    table = SuccessorTable(VOCAB, size, torch.device("cpu"))
+    places: dict[tuple[int, int], tuple[tuple[int, ...], torch.Tensor]] = {}
+    for step in range(6):
+        tree, before, logits = random_tree(10 * seed + step)
+        rank = torch.randint(-1, 4, tree.tokens.shape).masked_fill(~tree.valid, -1)
+        found = Predicted.of(tree, logits)
+        again = Predicted.unpacked(found.packed())
+        table.learn(before, Predicted(*(one[:, :8] for one in again)), rank)
+        nodes = [(int(rank[row, node]), row, node) for row in (0, 1) for node in range(8)]
+        for own, row, node in sorted(nodes):
+            if own < 0:
+                continue
+            text = text_at(tree, before, row, node)
+            for order in range(1, ORDERS + 1):
+                context = tuple(text[-order:])
+                key = sum(token * (VOCAB + 1) ** n for n, token in enumerate(reversed(context)))
+                place = order, key if order == 1 else key % largest_prime(size)
+                places[place] = context, logits[row, node].log_softmax(-1)
+    for first in range(VOCAB):
+        for second in range(VOCAB):
+            text = torch.tensor([[first, second, (first + second) % VOCAB]])
+            known = {}
+            for order in range(1, ORDERS + 1):
+                context = tuple(text[0, -order:].tolist())
+                key = sum(token * (VOCAB + 1) ** n for n, token in enumerate(reversed(context)))
+                place = order, key if order == 1 else key % largest_prime(size)
+                if place in places and places[place][0] == context:
+                    known[order] = places[place][1].topk(NUM_READ)
+            tokens, log_probs = table.find(text)
+            chances = torch.zeros(VOCAB)
+            weight = sum(WEIGHTS[order - 1] for order in known)
+            for order, best in known.items():
+                share = WEIGHTS[order - 1] / weight * TRUSTED[order - 1]
+                chances[best.indices] += share * best.values.exp()
+            expected = chances.topk(WIDTH)
+            # Entries are in float16.
+            near = {"atol": 2e-3, "rtol": 4e-3}
+            torch.testing.assert_close(log_probs[0].exp(), expected.values, **near)
+            found, real = chances[tokens[0]], expected.values > 0
+            torch.testing.assert_close(found[real], expected.values[real], **near)
+
+
+def table_of(model: Any) -> SuccessorTable:
+    """What calls have left for a model."""
+    (found,) = (one for one in memory(model)["learned"].values() if type(one) is SuccessorTable)
+    return found
+
+
+@pytest.mark.parametrize("how", [{}, CAPTURED], ids=["eager", "recorded"])
+def test_each_context_of_an_answer_is_known_to_the_next_call_which_drafts_more(
+    fresh: Any, how: dict[str, Any]
+) -> None:  # fmt: skip
+    model = fresh("llama")
+    inputs = ragged()
+    spec = drafting("token_recycling", lookup=False)
+    first = model.generate(**inputs, max_new_tokens=16, do_sample=False, **spec, **how)
+    before = hf_spec.last_stats(model).num_steps
+    table = table_of(model)
+    for row in first:
+        text = row[-16:].tolist()
+        for end in range(ORDERS, 16):
+            keys, places = table.places(torch.tensor(text[end - ORDERS : end]))
+            assert table.keys[places].tolist() == keys.tolist()
+    check_same(model, spec | how, **inputs, max_new_tokens=16, do_sample=False)
+    assert hf_spec.last_stats(model).num_steps < before
+
+
+def test_rejected_nodes_are_learned_from_too(fresh: Any) -> None:
+    model = fresh("llama")
+    spec = drafting("token_recycling", lookup=False)
+    model.generate(prompt(), max_new_tokens=24, do_sample=False, **spec)
+    known = int((table_of(model).keys >= 0).sum()) - 1  # the last entry takes what is left out
+    assert known > ORDERS * 24
+
+
+def test_without_keep_table_each_call_starts_anew(fresh: Any) -> None:
+    model = fresh("llama")
+
+    def steps(**options: Any) -> int:
+        spec = drafting("token_recycling", lookup=False, **options)
+        model.generate(prompt(), max_new_tokens=24, do_sample=False, **spec)
+        return int(hf_spec.last_stats(model).num_steps)
+
+    alone = steps(keep_table=False)
+    assert steps(keep_table=False) == alone
+    assert steps() == alone and steps() < alone
+    assert steps(keep_table=False) == alone
+    forget(model)
+    assert steps() == alone
+
+
+def test_typical_acceptance_does_not_depend_on_earlier_calls(fresh: Any) -> None:
+    model = fresh("llama")
+    spec = drafting("token_recycling", acceptance="typical", lookup=False)
+    outputs = [
+        model.generate(prompt(), max_new_tokens=24, do_sample=False, **spec).tolist()
+        for _ in range(3)
+    ]
+    assert outputs[0] == outputs[1] == outputs[2]
