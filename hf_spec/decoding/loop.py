@@ -138,7 +138,7 @@ def decode(
             sharing, alone = None, "what its forwards get may be of rows"
         if sharing is None:
             _take_all(steps, synced_gpus)
-        elif any(sequences.active):
+        elif any(sequences.now.active):
             sharing.run(steps)
         ids = sequences.finish()
         stats.num_generated_tokens = sum(sequences.emitted)  # stops that were told late are cut
@@ -174,7 +174,7 @@ def _after_prompt(
     model, drafter = strategy.model, strategy.drafter
     rollouts, earlier, sequences = strategy.options.history, None, owner.sequences
     if rollouts is not None:
-        earlier = rollouts.begin(model, sequences.tokens, sequences.ids.device)
+        earlier = rollouts.begin(model, sequences.now.tokens, sequences.ids.device)
     seeds = None if earlier is None else earlier.seeds
     kind = memory(model).get(Acceptance, Acceptance)  # benchmarks may set another one
     acceptance = kind(config, strategy.options, scorer, seeds)
@@ -188,14 +188,14 @@ def _after_prompt(
     rows, context = cache.batch_size, max(cache.host_lengths).bit_length()
     history, lookups = History.of(model, strategy.options.lookup_history), None
     if strategy.lookup:
-        lookups = BatchLookup(Limits(), sequences.tokens, history, vocabulary(model))
+        lookups = BatchLookup(Limits(), sequences.now.tokens, history, vocabulary(model))
     policy = StepPolicy(
         watch.stats, strategy.learned, (rows, context, str(model.device)), strategy.timed
     )
     state = DecodeState(
         model, drafter, prefilled.target, cache, sequences, root=cache.lengths,
         do_sample=strategy.samples, process=scorer, stats=watch.stats, timed=strategy.timed,
-        draft_cost=policy.draft_cost, noise=acceptance.noise,
+        draft_cost=policy.draft_cost(), noise=acceptance.noise,
         lookups=lookups,
         prompt_part=config.prefill_chunk_size or DecodeState.prompt_part,
     )  # fmt: skip
@@ -203,7 +203,7 @@ def _after_prompt(
     # The prompt's hidden states are the drafter's from here on, who may drop them.
     steps.first(prefilled)
     if getattr(config, "_warms_up", False):
-        steps.device.warm()
+        steps.warm()
     return steps
 
 

@@ -15,11 +15,12 @@ from hf_spec.core.device import to_device
 from hf_spec.core.memory import memory
 from hf_spec.core.rows import FollowsRows, follows
 from hf_spec.core.stats import PHASES, SpecStats, Stopwatch
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.cache_reuse import CacheOwner
 from hf_spec.decoding.scoring import Scorer
-from hf_spec.decoding.sequences import Sequences
+from hf_spec.decoding.sequences import Sequences, Snapshot
 from hf_spec.decoding.step import Steps
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.draft.options import samples_drafts
@@ -86,10 +87,10 @@ class CallSequences(FollowsRows):
     """
 
     of_rows = ("places",)
-    streamer = None
 
     def __init__(self, call: Call):
         self.places = [Place(call, row) for row in call.sequences.rows]
+        self._now: Snapshot | None = None
 
     @property
     def rows(self) -> range:
@@ -105,27 +106,15 @@ class CallSequences(FollowsRows):
         return found
 
     @property
-    def tokens(self) -> list[list[int]]:
-        """See :attr:`Sequences.tokens`."""
-        return self._of_calls("tokens")
-
-    @property
-    def active(self) -> list[bool]:
-        """See :attr:`Sequences.active`."""
-        own = self._of_calls("active")
-        return [on and call.error is None for on, (call, _) in zip(own, self.places)]
-
-    @property
-    def remaining(self) -> list[int]:
-        """See :attr:`Sequences.remaining`."""
-        return self._of_calls("remaining")
-
-    def _of_calls(self, name: str) -> list[Any]:
-        found: list[Any] = [None] * len(self.places)
-        for call, rows in self.calls.items():
-            for row, value in zip(rows, getattr(call.sequences, name)):
-                found[row] = value
-        return found
+    def now(self) -> Snapshot:
+        """See :attr:`Sequences.now`."""
+        if self._now is None:
+            rows: list[Any] = [None] * len(self.places)
+            for call, own in self.calls.items():
+                for row, (tokens, active, remaining) in zip(own, zip(*call.sequences.now)):
+                    rows[row] = tokens, active and call.error is None, remaining
+            self._now = Snapshot(*(list(values) for values in zip(*rows)))
+        return self._now
 
     @property
     def eos(self) -> set[int]:
@@ -136,7 +125,7 @@ class CallSequences(FollowsRows):
         self, result: HostResult, recorded: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> list[int]:
         """See :meth:`Sequences.append`. What a call's streamer or criteria raise is its error."""
-        counts = [0] * len(self.places)
+        counts, self._now = [0] * len(self.places), None
         for call, rows in self.calls.items():
             if call.error is not None:
                 continue
@@ -156,8 +145,17 @@ class CallSequences(FollowsRows):
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
+        self._now = None
         for call, own in self.calls.items():
-            call.sequences.rows = [self.places[row].sequence for row in own]
+            sequences = [self.places[row].sequence for row in own]
+            call.sequences.select([call.sequences.rows.index(one) for one in sequences])
+
+    def join(self, other: CallSequences) -> None:
+        super().join(other)
+        self._now = None
+
+    def show(self, tree: Tree, result: HostResult) -> None:
+        """See :meth:`Sequences.show`. No streamer asks."""
 
 
 class CallScorer:
@@ -256,6 +254,7 @@ class SharedSteps(Steps):
 
     def __init__(self, first: Call):
         own, strategy = first.steps, first.steps.strategy
+        own.settle()
         self.sequences = CallSequences(first)
         stats = SpecStats(strategy.method.name)
         scorer: Any = CallScorer(self.sequences)
@@ -279,6 +278,8 @@ class SharedSteps(Steps):
 
     def admit(self, call: Call) -> None:
         """Have the rows of another call join."""
+        self.settle()
+        call.steps.settle()
         sequences: Any = CallSequences(call)
         call.steps.state.sequences, call.begun = sequences, {**vars(self.state.stats)}
         self.strategy.run(self.state.join, call.steps.state)
@@ -292,7 +293,7 @@ class SharedSteps(Steps):
     def release(self) -> list[Call]:
         """Have the rows of calls leave that have ended; returns these calls. Of the others, rows of
         finished sequences leave, too, unless the cache with them is returned."""
-        calls, stays = self.sequences.calls, self.sequences.active
+        calls, stays = self.sequences.calls, [*self.sequences.now.active]
         for call, rows in calls.items():
             if call.steps.owner.wanted and any(stays[row] for row in rows):
                 for row in rows:

@@ -59,7 +59,7 @@ def together(model: Any, requests: Sequence[Request], seed: int = 0, most: int =
         while left and (batch is None or len(batch.calls) < most and rng.random() < 0.5):
             number = left.pop(0)
             calls.append(call := begun(model, requests[number], number))
-            if not all(call.sequences.active):  # its first token was its last
+            if not all(call.sequences.now.active):  # its first token was its last
                 continue
             if batch is None:
                 batch = SharedSteps(call)
@@ -132,7 +132,8 @@ def test_calls_take_the_steps_that_they_take_alone(
             wanted.append(counted(hf_spec.last_stats(model)))
         calls = together(model, made)
     assert answers(calls) == plain("llama_tied")
-    assert [counted(call.steps.state.stats) for call in calls] == wanted
+    if name != "token_recycling":  # drafts from what all calls have seen
+        assert [counted(call.steps.state.stats) for call in calls] == wanted
 
 
 # -- models ----------------------------------------------------------------------------------------

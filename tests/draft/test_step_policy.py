@@ -452,19 +452,24 @@ def test_drafting_resumes(
 ) -> None:  # fmt: skip
     """Drafts are wrong for 15 forwards; from then on they are the strategy's own."""
     model, widths = timed(2.0)
-    propose = get_method(name).drafter.propose
+    drafter = get_method(name).drafter
+    step, propose = drafter.step, drafter.propose
 
-    def wrong_at_first(self: Any, state: Any) -> Any:
+    def at_once(self: Any, state: Any, *given: Any) -> None:
         now, forwards = clock.now, len(widths)
-        tree = propose(self, state)
+        step(self, state, *given)
         clock.now = now  # drafting takes no time here
         del widths[forwards:]
-        if forwards < 15:
+
+    def wrong_at_first(self: Any, state: Any) -> Any:
+        tree = propose(self, state)
+        if len(widths) < 15:
             wrong = torch.full_like(tree.drafted.tokens, PAD)  # which these models do not emit
             tree = tree.with_tokens(torch.cat([tree.tokens[:, :1], wrong[:, 1:]], dim=1))
         return tree
 
-    monkeypatch.setattr(get_method(name).drafter, "propose", wrong_at_first)
+    monkeypatch.setattr(drafter, "step", at_once)
+    monkeypatch.setattr(drafter, "propose", wrong_at_first)
     plain = model.generate(**INPUTS[inputs], **GREEDY).sequences
     assert not (plain[:, 12:] == PAD).any()
     widths.clear()
