@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,16 +131,16 @@ def decode(
     with ExitStack() as stack:
         stack.callback(owner.give_back)  # also after an error or interrupt
         if sharing is not None:
-            stack.enter_context(sharing.admitted(rows, rows * sequences.max_length))
+            stack.enter_context(sharing.admitted(rows, sequences.max_length))
         with nullcontext() if sharing is None else sharing.turns.taken():
             steps = _after_prompt(strategy, config, input_ids, model_kwargs, scorer, owner, watch)
+            if sharing is not None and _nested(steps):
+                sharing, alone = None, "what its forwards get may be of rows"
+            take: Callable[[], None] = partial(_take_all, steps, synced_gpus)
+            if sharing is not None and any(sequences.now.active):
+                take = stack.enter_context(sharing.joined(steps))
         prompt_seconds, times = watch.step(), steps.policy.setting.times  # of the whole batch
-        if sharing is not None and _nested(steps):
-            sharing, alone = None, "what its forwards get may be of rows"
-        if sharing is None:
-            _take_all(steps, synced_gpus)
-        elif any(sequences.now.active):
-            sharing.run(steps)
+        take()
         ids = sequences.finish()
         stats.num_generated_tokens = sum(sequences.emitted)  # stops that were told late are cut
         past = owner.give_back()

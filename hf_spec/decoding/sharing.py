@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
@@ -24,9 +24,14 @@ from hf_spec.modeling_patches.modules import unwrapped
 
 
 class Turns:
-    """Lets one thread at a time run, in the order in which they come."""
+    """Lets one thread at a time run, in the order in which they come.
+
+    Attributes:
+        holder: the thread whose turn it is; None if it is nobody's.
+    """
 
     def __init__(self) -> None:
+        self.holder: int | None = None
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()  # the first one has its turn
 
@@ -38,10 +43,13 @@ class Turns:
             with self._changed:
                 self._waiting.append(turn)
                 self._changed.wait_for(lambda: self._waiting[0] is turn)
+                self.holder = threading.get_ident()
             yield
         finally:
             with self._changed:
-                self._waiting.remove(turn)
+                if turn in self._waiting:  # else it was interrupted before
+                    self.holder = None if self._waiting[0] is turn else self.holder
+                    self._waiting.remove(turn)
                 self._changed.notify_all()
 
 
@@ -93,6 +101,16 @@ class _Running:
     def __init__(self, steps: Steps):
         self.call, self.ended = Call(steps), threading.Event()
 
+    def wait(self) -> None:
+        """See :meth:`StepSharing.joined`."""
+        self.ended.wait()
+        raised, self.call.error = self.call.error, None
+        if raised is not None:
+            try:
+                raise raised
+            finally:
+                del raised  # whose traceback holds this frame
+
 
 class _Batch:
     """Calls of one kind.
@@ -136,6 +154,14 @@ class _Batch:
             one.ended.set()
 
 
+class _Room(NamedTuple):
+    """What a call takes: its thread, sequences and most tokens of each."""
+
+    thread: int
+    rows: int
+    length: int
+
+
 #: Of a model's :class:`StepSharing`, in what is kept for the model.
 _KEY = "sharing"
 
@@ -145,29 +171,44 @@ class StepSharing:
 
     Attributes:
         max_rows: most sequences at once.
-        max_cached_tokens: most tokens that their caches may come to hold; None: no limit.
-        rows: sequences of the calls that run now.
-        cached_tokens: what their caches may come to hold.
+        max_cached_tokens: most tokens that there is room for in their caches; None: no limit.
     """
 
     def __init__(self, model: nn.Module, max_rows: int, max_cached_tokens: int | None):
         self._model = ref(model)  # which keeps this
         self.max_rows, self.max_cached_tokens = max_rows, max_cached_tokens
-        self.rows = self.cached_tokens = 0
         self.turns, self._process = Turns(), os.getpid()
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
+        self._inside: dict[object, _Room] = {}
         self._batches: dict[Hashable, _Batch] = {}
 
     @classmethod
     @locked
     def of(cls, model: nn.Module) -> StepSharing | None:
-        """That of a model; None if its calls do not share their steps."""
+        """That of a model; None if its calls do not share their steps, or if one of them, whose
+        streamer or the like calls the model, is waited for in this thread."""
         found: StepSharing | None = memory(model).get(_KEY)
         if found is not None and found._process != os.getpid():
             # The calls of the process that this one was forked from go on there.
             found = memory(model)[_KEY] = cls(model, found.max_rows, found.max_cached_tokens)
-        return found
+        return None if found is not None and found._is_within else found
+
+    @property
+    def _is_within(self) -> bool:
+        me, inside = threading.get_ident(), [*self._inside.values()]
+        return self.turns.holder == me or any(room.thread == me for room in inside)
+
+    @property
+    def rows(self) -> int:
+        """Sequences of the calls that run now."""
+        return sum(room.rows for room in self._inside.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that there is room for in their caches: as many for each sequence as the longest
+        may have."""
+        return self.rows * max((room.length for room in self._inside.values()), default=0)
 
     def stop(self) -> None:
         """Calls that begin from now on do not share their steps."""
@@ -181,67 +222,71 @@ class StepSharing:
         self.stop()
 
     @contextmanager
-    def admitted(self, rows: int, cached_tokens: int) -> Iterator[None]:
-        """Wait until there is room for a call, first come, first served; it has it in the block."""
-        turn = object()
+    def admitted(self, rows: int, length: int) -> Iterator[None]:
+        """Wait until there is room for a call, first come, first served; it has it in the block.
+
+        Args:
+            rows: its sequences.
+            length: most tokens of each.
+        """
+        turn, room = object(), _Room(threading.get_ident(), rows, length)
 
         def fits() -> bool:
-            most = self.max_cached_tokens
-            return self._waiting[0] is turn and (
-                not self.rows
-                or self.rows + rows <= self.max_rows
-                and (most is None or self.cached_tokens + cached_tokens <= most)
+            if self._waiting[0] is not turn:
+                return False
+            longest = max((length, *(one.length for one in self._inside.values())))
+            all_rows, most = self.rows + rows, self.max_cached_tokens
+            return not self._inside or (
+                all_rows <= self.max_rows and (most is None or all_rows * longest <= most)
             )
 
-        with self._changed:
-            self._waiting.append(turn)
-            try:
-                self._changed.wait_for(fits)
-                self.rows, self.cached_tokens = self.rows + rows, self.cached_tokens + cached_tokens
-            finally:
-                self._waiting.remove(turn)
-                self._changed.notify_all()
         try:
+            with self._changed:
+                self._waiting.append(turn)
+                self._changed.wait_for(fits)
+                self._waiting.popleft()
+                self._inside[turn] = room
+                self._changed.notify_all()
             yield
         finally:
             with self._changed:
-                self.rows, self.cached_tokens = self.rows - rows, self.cached_tokens - cached_tokens
+                self._inside.pop(turn, None)
+                if turn in self._waiting:
+                    self._waiting.remove(turn)
                 self._changed.notify_all()
 
-    def run(self, steps: Steps) -> None:
-        """Have a call's steps taken until it has ended; raises what its streamer, criteria,
-        processors or forwards have raised."""
+    @contextmanager
+    def joined(self, steps: Steps) -> Iterator[Callable[[], None]]:
+        """Have a call's steps taken with those of others. Gives what waits for its end, and raises
+        what its streamer, criteria, processors or forwards have raised; if the block ends before,
+        as by an interrupt, the call leaves."""
         state = ThreadState.of_this(steps.state.root.device)
         own, key = _Running(steps), (kind_of(steps), state)
-        with self._changed:
-            if key not in self._batches:
-                batch = _Batch(state)
-                # It ends with its last call, and with the program.
-                threading.Thread(target=self._take_steps, args=(key, batch), daemon=True).start()
-                self._batches[key] = batch
-            self._batches[key].arrived.append(own)
         try:
-            own.ended.wait()
-        except BaseException as error:  # an interrupt of this thread: the others go on
-            own.call.error = error
-            raise
-        raised, own.call.error = own.call.error, None
-        if raised is not None:
-            try:
-                raise raised
-            finally:
-                del raised  # whose traceback holds this frame
+            with self._changed:
+                if key not in self._batches:
+                    batch = _Batch(state)
+                    # It ends with its last call, and with the program.
+                    threading.Thread(
+                        target=self._take_steps, args=(key, batch), daemon=True
+                    ).start()
+                    self._batches[key] = batch
+                self._batches[key].arrived.append(own)
+            yield own.wait
+        finally:
+            if not own.ended.is_set():
+                own.call.error = InterruptedError("the call has ended")
 
     def _take_steps(self, key: Hashable, batch: _Batch) -> None:
         """Take the steps of a batch until it is empty."""
-        with batch.state.taken_over():
-            try:
+        try:
+            with batch.state.taken_over():
                 while self._step(key, batch):
                     pass
-            except BaseException as error:
-                with self._changed:
-                    del self._batches[key]
-                batch.fail(error)
+        except BaseException as error:  # of a forward
+            with self._changed:
+                del self._batches[key]
+            batch.fail(error)
 
     def _step(self, key: Hashable, batch: _Batch) -> bool:
         """Take a step; returns whether there may be another one."""
@@ -272,7 +317,8 @@ def share_steps(
         model: the model, or a ``PeftModel`` or the like around it.
         max_rows: most sequences at once. Calls wait for room before their prompts run, first come,
             first served; one that alone is larger waits until no other runs.
-        max_cached_tokens: the same for the tokens of their prompts and longest answers.
+        max_cached_tokens: the same for the tokens that there is room for in their caches: as many
+            for each sequence as the longest prompt with its longest answer has.
 
     Returns:
         What ends the sharing: by ``stop()``, or at the end of a ``with`` block.

@@ -285,6 +285,24 @@ def test_an_error_is_of_its_call_alone(
     assert max(sizes) == len(made) + 1
 
 
+def test_a_streamer_that_calls_the_model(model: Any) -> None:
+    """While its call has a turn, and all the room there is."""
+    given = {"input_ids": prompt(9), "max_new_tokens": 6, **GREEDY}
+    found: list[Any] = []
+
+    class Calls(Fails):
+        def put(self, value: Any) -> None:
+            found.append(model.generate(**given, **LOOKUP).tolist())
+
+        def end(self) -> None:
+            self.put(None)
+
+    with share_steps(model, max_rows=1), ThreadPoolExecutor(1) as pool:
+        call = pool.submit(lambda: model.generate(**given, **LOOKUP, streamer=Calls(None)))
+        wanted = call.result(PATIENCE).tolist()
+    assert len(found) == 8 and all(one == wanted for one in found)
+
+
 def test_an_interrupted_call_leaves(sharing: StepSharing, model: Any) -> None:
     """Of the main thread, which a user interrupts while another one's call goes on."""
 
