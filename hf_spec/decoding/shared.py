@@ -133,7 +133,10 @@ class CallSequences(FollowsRows):
                 [result.path[row] for row in rows], [result.tokens[row] for row in rows],
                 [result.num_probes[row] for row in rows],
             )  # fmt: skip
-            shown = [(logits[rows], scores[rows]) for logits, scores in recorded]
+            shown = [
+                (logits[to_device(rows, logits.device)], scores[to_device(rows, scores.device)])
+                for logits, scores in recorded
+            ]
             try:
                 found = call.context.run(call.sequences.append, own, shown)
             except BaseException as error:  # also what ends a program: it is for that call's thread
