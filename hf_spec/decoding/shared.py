@@ -91,6 +91,7 @@ class CallSequences(FollowsRows):
     def __init__(self, call: Call):
         self.places = [Place(call, row) for row in call.sequences.rows]
         self._now: Snapshot | None = None
+        self._calls: dict[Call, list[int]] | None = None  # until rows come or leave
 
     @property
     def rows(self) -> range:
@@ -100,10 +101,11 @@ class CallSequences(FollowsRows):
     @property
     def calls(self) -> dict[Call, list[int]]:
         """The rows of each call."""
-        found: dict[Call, list[int]] = {}
-        for row, (call, _) in enumerate(self.places):
-            found.setdefault(call, []).append(row)
-        return found
+        if self._calls is None:
+            self._calls = {}
+            for row, (call, _) in enumerate(self.places):
+                self._calls.setdefault(call, []).append(row)
+        return self._calls
 
     @property
     def now(self) -> Snapshot:
@@ -148,14 +150,14 @@ class CallSequences(FollowsRows):
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
-        self._now = None
+        self._now = self._calls = None
         for call, own in self.calls.items():
             sequences = [self.places[row].sequence for row in own]
             call.sequences.select([call.sequences.rows.index(one) for one in sequences])
 
     def join(self, other: CallSequences) -> None:
         super().join(other)
-        self._now = None
+        self._now = self._calls = None
 
     def show(self, tree: Tree, result: HostResult) -> None:
         """See :meth:`Sequences.show`. No streamer asks."""
@@ -306,11 +308,10 @@ class SharedSteps(Steps):
         for call, rows in calls.items():
             if call.error is None and not any(stays[row] for row in rows):
                 self._give_back(call, rows)
-        rows = places_taken(stays)
-        if rows:
-            self.select(rows)
+        if any(stays):
+            self.select(places_taken(stays))
         else:
-            self.sequences.places = []
+            self.sequences.select([])
         ended = [call for call in calls if call not in set(self.calls)]
         for call in ended:
             self._tell(call)
