@@ -130,6 +130,7 @@ def decode(
         sharing = None if alone else sharing
     with ExitStack() as stack:
         stack.callback(owner.give_back)  # also after an error or interrupt
+        stack.push(strategy.after_shortage)
         if sharing is not None:
             stack.enter_context(sharing.admitted(rows, sequences.max_length))
         with nullcontext() if sharing is None else sharing.turns.taken():
@@ -191,8 +192,9 @@ def _after_prompt(
     if strategy.lookup:
         lookups = BatchLookup(Limits(), sequences.now.tokens, history, vocabulary(model))
     policy = StepPolicy(
-        watch.stats, strategy.learned, (rows, context, str(model.device)), strategy.timed
-    )
+        watch.stats, strategy.learned, (rows, context, str(model.device)), strategy.timed,
+        strategy.recording.at_once,
+    )  # fmt: skip
     state = DecodeState(
         model, drafter, prefilled.target, cache, sequences, root=cache.lengths,
         do_sample=strategy.samples, process=scorer, stats=watch.stats, timed=strategy.timed,

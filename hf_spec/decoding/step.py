@@ -25,13 +25,17 @@ from hf_spec.draft.lookup import History, merged
 from hf_spec.draft.policy import StepPolicy, step_shapes
 from hf_spec.draft.rollouts import Earlier
 from hf_spec.draft.state import DecodeState
-from hf_spec.target.graphs import DraftProgram
+from hf_spec.target.graphs import DraftProgram, Graphs
 from hf_spec.target.target import Output, Prefilled
 
 # -- The device's part of a step: the model's forward, verification, and the drafter's program -----
 #
-# Where steps are recorded, all of it is one record if the rule of acceptance is a program, too.
-# Else the host stands between: the drafter's program is then code of its own.
+# The drafter's part of a step runs in one of four ways:
+#
+#   joined     in the record of the whole step, if the rule of acceptance is a program, too
+#   apart      by code of its own: the host verifies, or steps are compiled
+#   as it is   the program without code, as the record that joins all has just been made
+#   called     without a program, when the next step begins (:meth:`Drafter.step`)
 
 #: Runs a drafter's program, and gives what it finds.
 Draft = Callable[[], Sequence[Tensor]]
@@ -76,46 +80,51 @@ class DeviceStep:
             accept: chooses what is accepted where no program does; None for the call's rule.
         """
         state, drafter, graphs = self.state, self.strategy.drafter, self.state.target.graphs
-        one_record = graphs is not None and not graphs.compiles
-        eager = graphs is None or drafter.outside is not None
-        program = None if eager else drafter.program(state, tree, grows)
-        rule = self.acceptance.program(tree, one_record, drafter.depth)
-        joined = one_record and rule is not None  # one record has all three
+        records = graphs is not None and not graphs.compiles
+        rule = self.acceptance.program(tree, records, drafter.depth)
+        called = graphs is None or drafter.outside is not None
+        program = None if called else drafter.program(state, tree, grows)
+        joined = program if records and rule is not None else None
         with self.watch.phase("forward"):
             output = self.strategy.run(
-                state.target, tree, pruning=drafter.pruning, verify=rule,
-                after=program if joined else None,
-            )  # fmt: skip
+                state.target, tree, pruning=drafter.pruning, verify=rule, after=joined
+            )
         with self.watch.phase("verify"):
-            choose = accept or self.acceptance
-            ran = Ran(
-                output, output.result or choose(output.tree, output.logits, state.active),
-                output.result is not None, output.drafted,
-            )  # fmt: skip
-            state.root = ran.result.bonus.to(state.root.device)
+            ran = self._verified(output, accept or self.acceptance)
         if program is None or ran.drafted:
             return ran
-        # Else the program is code of its own, or that for all three has just been made.
         if program.reads_cache and not ran.in_place:
             state.cache.states.move(state.cache.lengths, ran.result.path)
             ran = ran._replace(in_place=True)
-        draft = partial(self._draft, program, not joined, tree, output, ran.result)
+        apart = graphs if joined is None else None
+        draft = partial(self._drafted, program, apart, output, ran.result, bucket(tree.num_tokens))
         if state.noise is not None:  # that of later tokens is known once the host knows the counts
             return ran._replace(draft=draft)
         with self.watch.phase("draft"):
             return ran._replace(drafted=draft())
 
-    def _draft(
-        self, program: DraftProgram, by_code: bool, tree: Tree, output: Output,
-        result: StepResult,
+    def _verified(
+        self, output: Output, choose: Callable[[Tree, Tensor, list[bool]], StepResult]
+    ) -> Ran:
+        """A forward's output with its result, which ``choose`` makes if no program has; its bonus
+        tokens are the new roots."""
+        state, in_place = self.state, output.result is not None
+        result = output.result or choose(output.tree, output.logits, state.active)
+        state.root = result.bonus.to(state.root.device)
+        return Ran(output, result, in_place, output.drafted)
+
+    def _drafted(
+        self, program: DraftProgram, apart: Graphs | None, output: Output, result: StepResult,
+        width: int,
     ) -> Sequence[Tensor]:  # fmt: skip
-        """What a drafter's program finds after a step, by code of its own or as it is."""
-        wide, noise = result.padded(bucket(tree.num_tokens)), self.state.noise
+        """What a drafter's program finds, by code of its own (``apart``) or as it is; ``width``:
+        that of paths, which recurs."""
+        wide, noise = result.padded(width), self.state.noise
         ahead = noise.ahead(program.depth) if noise is not None and program.depth else None
         read = output.read(self.strategy.drafter.reads, wide)
+        run = partial(program.run, apart, wide, read, ahead)
         graphs = self.state.target.graphs
         assert graphs is not None
-        run = partial(program.run, graphs if by_code else None, wide, read, ahead)
         found: Sequence[Tensor] = self.strategy.run(graphs.spared, run)
         return found
 
@@ -195,7 +204,8 @@ class Steps:
         grows = not self.policy.paused
         ran = self.device.run(tree, grows)
         kept, drafted = ran.output.tree, ran.drafted
-        with watch.phase("verify"):  # the step's one transfer, but for drafts that grow later
+        # The step's one transfer, but for drafts that grow later.
+        with watch.phase("verify"), watch.waiting():
             host, numbers = ran.result.to_host(*drafted[:1])
         host = self._emit(tree, host, kept)
         in_place = ran.in_place or _in_place(kept.slots, host)
@@ -210,9 +220,11 @@ class Steps:
             self._outcome = result, ran.output.read(drafter.reads, result)
         seconds = watch.step()
         self.owner.sequences.show(kept, host)
+        made = state.target.prepared != prepared
+        recorded = self.strategy.recording.observe(seconds, watch.waited, made)
         if not repeats:
             # Steps that compile are not typical.
-            self._learn(tree, host, seconds if state.target.prepared == prepared else None)
+            self._learn(tree, host, None if made else seconds, recorded)
 
     def _draft(self) -> tuple[Tree, bool]:
         """The step's trees, and whether they repeat earlier answers, which says nothing of the
@@ -250,13 +262,15 @@ class Steps:
         do before rows join."""
         self._end(False)
 
-    def _learn(self, tree: Tree, host: HostResult, seconds: float | None) -> None:
+    def _learn(
+        self, tree: Tree, host: HostResult, seconds: float | None, recorded: bool
+    ) -> None:  # fmt: skip
         """Learn from what a step accepted, and how long it took, if that is known."""
         self.strategy.drafter.observe(self.state, tree, host)
         if self.state.lookups is not None:
             self.state.lookups.observe(host)
         if seconds is not None:
-            self.policy.observe(tree, host.counts, seconds)
+            self.policy.observe(tree, host.counts, seconds, recorded)
 
     def join(self) -> None:
         """Once all rows are finished: run a forward for other ranks."""
@@ -287,7 +301,7 @@ class Steps:
         """Once the call is over: :meth:`leave`, and report."""
         self.leave()
         state, drafter, graphs = self.state, self.strategy.drafter, self.strategy.graphs
-        parts = drafter, self.policy, state.target
+        parts = drafter, self.policy, state.target, self.strategy.recording
         state.stats.details = {
             name: value for part in parts for name, value in part.details().items()
         }

@@ -118,7 +118,7 @@ def test_each_context_of_an_answer_is_known_to_the_next_call_which_drafts_more(
     table = table_of(model)
     for row in first:
         text = row[-16:].tolist()
-        for end in range(ORDERS, 16):
+        for end in range(ORDERS, 8):  # eagerly, nothing is learned from the last step
             keys, places = table.places(torch.tensor(text[end - ORDERS : end]))
             assert table.keys[places].tolist() == keys.tolist()
     check_same(model, spec | how, **inputs, max_new_tokens=16, do_sample=False)
