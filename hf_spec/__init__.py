@@ -39,6 +39,7 @@ if not _waits:
     from hf_spec.decoding.call import validate_call as _validate_call
     from hf_spec.decoding.loop import SpecGenerateOutput, generate, last_stats
     from hf_spec.decoding.loop import decode as _decode
+    from hf_spec.decoding.sharing import StepSharing, share_steps
     from hf_spec.draft.drafter import Drafter
     from hf_spec.draft.options import AUTO as _AUTO
     from hf_spec.draft.options import DraftOptions
@@ -112,6 +113,7 @@ __all__ = [
     "SpecConfig",
     "SpecGenerateOutput",
     "SpecStats",
+    "StepSharing",
     "DraftOptions",
     "TokenRecyclingConfig",
     "TokenTree",
@@ -124,6 +126,7 @@ __all__ = [
     "record",
     "register_method",
     "save_table",
+    "share_steps",
     "strategies",
     "unmerge_adapter",
     "warm_up",

@@ -58,6 +58,9 @@ class NaiveCache:
         keys, values = zip(*self.states[layer][row])
         return torch.stack(keys, 1), torch.stack(values, 1)
 
+    def join(self, other: "NaiveCache") -> None:
+        self.states = [own + new for own, new in zip(self.states, other.states)]
+
     def map_rows(self, change: Callable[[list], list]) -> None:
         self.states = [change(layer) for layer in self.states]
 
@@ -136,6 +139,15 @@ class Pair:
         moved = None if in_place and rng.random() < 0.5 else torch.tensor(padded)
         self.cache.commit([len(path) for path in paths], moved)
         self.accept(states, paths)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.cache.select(rows)
+        self.naive.map_rows(lambda layer: [layer[row] for row in rows])
+
+    def join(self, other: "Pair") -> None:
+        self.cache.join(other.cache)
+        self.naive.join(other.naive)
+        self.check()
 
     def accept(self, states: list[tuple[Tensor, Tensor]], paths: Sequence[Sequence[int]]) -> None:
         """What the cache has committed."""

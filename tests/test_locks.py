@@ -116,10 +116,16 @@ def test_a_strategy_in_a_child() -> None:
         torch.manual_seed(0)
         wanted = model.generate(ids, **call)
 
+        alone = dict(max_new_tokens=8, do_sample=False, pad_token_id=0,
+            assistant_strategy="prompt_lookup")
+        shared = model.generate(ids, **alone)
+        sharing = hf_spec.share_steps(model, max_rows=1)
+
         def hold():
-            with RUNNING, _COMPILING:
-                held.set()
-                free.wait()
+            with RUNNING, _COMPILING, sharing.admitted(1, 9), sharing.turns.taken():
+                with sharing._changed, sharing.turns._changed:
+                    held.set()
+                    free.wait()
 
         held, free = threading.Event(), threading.Event()
         threading.Thread(target=hold, daemon=True).start()
@@ -127,7 +133,8 @@ def test_a_strategy_in_a_child() -> None:
         if not (child := os.fork()):
             signal.alarm(30)
             torch.manual_seed(0)
-            os._exit(not torch.equal(model.generate(ids, **call), wanted))
+            same = torch.equal(model.generate(ids, **call), wanted)
+            os._exit(not (same and torch.equal(model.generate(ids, **alone), shared)))
         print("child", os.waitpid(child, 0)[1])
         free.set()
         """
@@ -168,4 +175,9 @@ def test_there_are_no_other_locks() -> None:
             text = ast.unparse(node) if isinstance(node, ast.Attribute | ast.ImportFrom) else ""
             if re.search(r"threading.*(Lock|Condition|Semaphore)|functools.*cached_prop", text):
                 found.append((module, text))
-    assert found == [("hf_spec.threads", "threading.RLock")] * 2
+    # What calls share steps by is made anew in children.
+    assert (
+        sorted(found)
+        == [("hf_spec.decoding.sharing", "threading.Condition")] * 2
+        + [("hf_spec.threads", "threading.RLock")] * 2
+    )

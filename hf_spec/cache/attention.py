@@ -591,6 +591,65 @@ class AttentionStates:
         self.batch_size = len(rows)
         self.attach()
 
+    def join(self, other: AttentionStates, longest: int, ends: Tensor, new: Tensor) -> None:
+        """Take the rows of another cache, which loses them, behind these.
+
+        Room for a power of two of rows is made, so that few arrivals copy what is there.
+
+        Args:
+            longest: tokens of the longest of all rows.
+            ends, new: ``(batch,)`` tokens of each of these rows, and of each of the others.
+
+        Raises:
+            ValueError: the others are of other layers.
+        """
+        for kind in "front", "windows", "kinds":
+            have, theirs = getattr(self, kind), getattr(other, kind)
+            if have != theirs:
+                raise ValueError(
+                    f"rows with {kind} {theirs} cannot join rows with {kind} {have}: the caches "
+                    "must be of the same model and strategy."
+                )
+        count, known = self.batch_size, (self.limit is not None and other.limit is not None)
+        self.limit = max(self.limit or 0, other.limit or 0) if known else None
+        self.reserve(longest, other.room, lambda: ends)
+        self._reserve_rows(count + other.batch_size, other)
+        for storage, members in self._groups:
+            window = self._window_of(members)
+            for view, (index, name) in zip(storage[:, count:], members):
+                source = other.layers[index].with_front[name]
+                into = view[: len(source), :, : self.front + longest]
+                _copy_rows(source, into, self.front, None if window is None else new)
+        self.batch_size = count + other.batch_size
+        self.attach()
+        other.leave_to_layers()
+        for layer in other.layers:
+            layer.detach()
+
+    @property
+    def kinds(self) -> dict[BufferKey, tuple[int, ...]]:
+        """Heads and their dimension of the layers' keys and values."""
+        return {
+            (layer.index, name): (view.shape[1], view.shape[3])
+            for layer in self.layers
+            for name, view in layer.views.items()
+        }
+
+    def _reserve_rows(self, rows: int, other: AttentionStates) -> None:
+        """Make room for so many rows, some of which are another cache's, in its dtype if this is
+        wider. Those that have left make room, too."""
+        for place, (storage, members) in enumerate(self._groups):
+            theirs = [other.layers[index].with_front[name].dtype for index, name in members]
+            dtype, size = storage.dtype, max(storage.shape[1], bucket(rows))
+            for one in theirs:
+                dtype = torch.promote_types(dtype, one)
+            if storage.shape[1] >= rows and dtype == storage.dtype:
+                continue
+            grown = self._new((len(storage), size, *storage.shape[2:]), dtype, storage.device)
+            grown[:, : self.batch_size] = storage[:, : self.batch_size]
+            self._groups[place] = grown, members
+            self._attach(*self._groups[place])
+
     def repeat(self, rows: Tensor) -> None:
         """Copy rows into buffers of ``len(rows)`` rows; rows may repeat."""
         with torch.inference_mode(False):  # as of zeros()
@@ -603,12 +662,13 @@ class AttentionStates:
 
     # -- copies ------------------------------------------------------------------------------
 
-    def packed(self, length: int) -> dict[str, Any]:
+    def packed(self, length: int, rows: Sequence[int] | None = None) -> dict[str, Any]:
         """What pickles hold: the slots in use of each buffer, not the layers' views, which would
-        come back as tensors of their own."""
+        come back as tensors of their own. ``rows``: which ones; None for all."""
         used = self.front + length  # slices of rings end where these do
+        index = [*range(self.batch_size)] if rows is None else [*rows]
         buffers = [
-            (storage[:, : self.batch_size, :, :used].clone(), list(members))
+            (storage[:, :, :, :used].index_select(1, to_device(index, storage.device)), [*members])
             for storage, members in self._groups
         ]
         return {
@@ -620,6 +680,24 @@ class AttentionStates:
         """Inverse of :meth:`packed`, for new states."""
         vars(self).update(packed)
         self.attach()
+
+
+def _copy_rows(source: Tensor, into: Tensor, front: int, lengths: Tensor | None) -> None:
+    """Copy rows of keys or values ``(rows, heads, front + slots, dim)`` into others with other
+    numbers of slots, of which the tokens have one.
+
+    Args:
+        lengths: ``(rows,)`` tokens, of which rings hold the last ones; None where slot i is token
+            i's.
+    """
+    if lengths is None:
+        count = min(source.shape[2], into.shape[2])
+        into[:, :, :count].copy_(source[:, :, :count])
+        return
+    into[:, :, :front].copy_(source[:, :, :front])
+    tokens = masks.places(lengths, into.shape[2] - front).to(source.device)
+    slots = front + tokens % (source.shape[2] - front)
+    into[:, :, front:].copy_(source.take_along_dim(slots[:, None, :, None], 2))
 
 
 def signature(states: Tensor, window: int | None = None) -> Signature:

@@ -275,6 +275,14 @@ class RecurrentStates:
         self._prompt = None if self._prompt is None else _selected(self._prompt, rows)
         self.settle()
 
+    def join(self, other: RecurrentStates) -> None:
+        """Take the rows of others of the same model behind these."""
+        assert self.groups == other.groups
+        self.snapshot = _joined(self.snapshot, other.snapshot)
+        own, new = self._prompt, other._prompt
+        self._prompt = None if own is None or new is None else _joined(own, new)
+        self.settle()
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_steps": {}}
 
@@ -339,6 +347,11 @@ def _selected(snapshot: StateSnapshot, rows: Sequence[int]) -> StateSnapshot:
         tensor.index_select(1, to_device(rows, tensor.device)) for tensor in snapshot.tensors
     ]
     return StateSnapshot([snapshot.lengths[row] for row in rows], tensors)
+
+
+def _joined(one: StateSnapshot, other: StateSnapshot) -> StateSnapshot:
+    tensors = [torch.cat(pair, 1) for pair in zip(one.tensors, other.tensors)]
+    return StateSnapshot(one.lengths + other.lengths, tensors)
 
 
 # -- What recurrent layers of Transformers' models ask of their cache, also in training ------------

@@ -295,6 +295,48 @@ class TreeCache(StatefulCache):
         self.set_lengths([self.host_lengths[row] for row in rows], floor)
         self.tokens = None if tokens is None else [tokens[row] for row in rows]
 
+    def join(self, other: TreeCache) -> None:
+        """Take the rows of another cache of the same model behind these; it must not be used again.
+
+        Raises:
+            ValueError: it is of another model, or has other layers or learned states.
+        """
+        self.count_appended()
+        other.count_appended()
+        if self.made_by != other.made_by:
+            raise ValueError(
+                f"rows of {other.made_by} cannot join those of {self.made_by}: the caches must be "
+                "of the same model and strategy."
+            )
+        longest = max(self.max_length, other.max_length)
+        new = other.lengths.to(self.lengths.device)
+        self.states.join(other.states, longest, self.lengths, new)
+        if self.recurrent is not None:
+            assert other.recurrent is not None
+            self.recurrent.join(other.recurrent)
+        self.shift = _joined(self, other)
+        tokens, new_tokens = self.tokens, other.tokens
+        self.inputs = list(dict.fromkeys(self.inputs + other.inputs))
+        self.generated = {**self.generated, **other.generated}
+        self.set_lengths(self.host_lengths + other.host_lengths, self._floor + other._floor)
+        if tokens is not None:
+            self.tokens = None if new_tokens is None else tokens + new_tokens
+
+    def copied(self, rows: Sequence[int]) -> TreeCache:
+        """A cache of its own with these rows; not of a model with recurrent layers."""
+        assert self.recurrent is None
+        self.count_appended()
+        lengths = [self.host_lengths[row] for row in rows]
+        own = TreeCache(len(self.layers), len(rows), self.lengths.device)
+        own.states.unpack(self.states.packed(max(lengths), rows))
+        own.set_lengths(lengths, [self._floor[row] for row in rows])
+        if self.shift is not None:
+            own.shift = self.shift[:, to_device([*rows], self.shift.device)]
+        own.tokens = None if self.tokens is None else [self.tokens[row] for row in rows]
+        own.inputs, own.generated = [*self.inputs], {**self.generated}
+        own.made_by = self.made_by
+        return own
+
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows in this order; they may repeat."""
         self.count_appended()
@@ -392,6 +434,18 @@ class TreeCache(StatefulCache):
         self.__dict__.update(state)
         self.states = AttentionStates(self.layers, len(self.host_lengths))
         self.states.unpack(packed)
+
+
+def _joined(one: TreeCache, other: TreeCache) -> Tensor | None:
+    """:attr:`TreeCache.shift` of the rows of both."""
+    known = [cache.shift for cache in (one, other) if cache.shift is not None]
+    if not known:
+        return None
+    shifts = [
+        known[0].new_zeros(len(known[0]), cache.batch_size) if cache.shift is None else cache.shift
+        for cache in (one, other)
+    ]
+    return torch.cat(shifts, 1)
 
 
 # -- Taking over the states of Transformers' caches, and giving them back --------------------------

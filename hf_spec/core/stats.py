@@ -140,8 +140,9 @@ class SpecStats:
         return "\n".join(lines)
 
     def record(
-        self, emitted: int, draft_depth: int, drafted: int, num_accepted: int | None = None
-    ) -> None:
+        self, emitted: int, draft_depth: int, drafted: int, num_accepted: int | None = None,
+        pruned: int = 0,
+    ) -> None:  # fmt: skip
         """Count one step of one sequence.
 
         Args:
@@ -149,11 +150,13 @@ class SpecStats:
             draft_depth: depth of its draft; 0 if there was none.
             drafted: its number of draft tokens.
             num_accepted: accepted draft tokens, if a stop cut ``emitted`` short; else emitted - 1.
+            pruned: draft tokens that early pruning dropped.
         """
         num_accepted = emitted - 1 if num_accepted is None else num_accepted
         self.num_row_steps += 1
         self.num_generated_tokens += emitted
         self.num_drafted_tokens += drafted
+        self.num_pruned_tokens += pruned
         self.accepted_histogram[emitted] += 1
         self.offered.update(range(1, draft_depth + 1))
         self.accepted.update(range(1, min(draft_depth, num_accepted) + 1))

@@ -90,7 +90,7 @@ class Acceptance:
         def accept(tree: Tree, logits: Tensor, inputs: Sequence[Tensor]) -> StepResult:
             return verify.match(tree, self.targets(tree, logits, inputs))
 
-        key = "match", key, None if noise is None else noise.temperature
+        key = "match", key, None if noise is None else tuple(noise.temperatures)
         later = None if noise is None else self.ahead
         return VerifyProgram(key, accept, self.inputs(bucket(tree.max_depth + 1 + ahead)), later)
 
@@ -120,7 +120,7 @@ class Acceptance:
         drawn = inputs[0]
         rows, order = (torch.arange(n, device=drawn.device) for n in (len(drawn), depth))
         own = drawn[rows[:, None], result.counts[:, None] + order]
-        return -self.noise.temperature * own.log()
+        return -self.noise.scaled(own.log())
 
     def _typical_program(self, tree: Tree, key: Hashable = None) -> VerifyProgram:
         """Typical acceptance, whose bonus token is sampled with numbers that are drawn before."""

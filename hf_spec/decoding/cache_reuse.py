@@ -46,6 +46,7 @@ class CacheOwner:
         filled: the caller's own ``DynamicCache`` of a single row, if there is one, to which states
             are returned.
         wanted: whether the cache is returned, so that finished rows must stay in it.
+        callers: whether it is the caller's own.
     """
 
     def __init__(self, given: Any, sequences: Sequences, returned: bool):
@@ -55,9 +56,10 @@ class CacheOwner:
         self.history: list[list[int]] | None = None
         self.start: list[int] | None = None
         # generate() creates a cache if the caller passed none; only the caller's is filled again.
-        callers = isinstance(given, DynamicCache) and getattr(given, "_is_user_defined", False)
-        self.filled: DynamicCache | None = given if callers else None
-        self.wanted = returned or callers or isinstance(given, TreeCache)
+        fills = isinstance(given, DynamicCache) and getattr(given, "_is_user_defined", False)
+        self.filled: DynamicCache | None = given if fills else None
+        self.callers = fills or isinstance(given, TreeCache)
+        self.wanted = returned or self.callers
         self._done = False
 
     def begin(self) -> None:

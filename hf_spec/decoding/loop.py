@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from hf_spec.decoding.call import validate_call
 from hf_spec.decoding.prefill import Prompt, prompt_ids, real_tokens
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.sequences import Sequences
+from hf_spec.decoding.shared import refusal
+from hf_spec.decoding.sharing import StepSharing
 from hf_spec.decoding.step import Steps
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.draft.lookup import BatchLookup, History, Limits
@@ -121,19 +124,37 @@ def decode(
     owner = CacheOwner(model_kwargs.get(CACHE), sequences, wants)
     if strategy.alone:
         check_alone(model, owner)
+    scorer, alone = Scorer(logits_processor, sequences), None
+    if (sharing := StepSharing.of(model)) is not None:
+        alone = refusal(strategy, owner, scorer, synced_gpus or ranks.size > 1)
+        sharing = None if alone else sharing
     with ExitStack() as stack:
         stack.callback(owner.give_back)  # also after an error or interrupt
         stack.push(strategy.after_shortage)
-        scorer = Scorer(logits_processor, sequences)
-        steps = _after_prompt(strategy, config, input_ids, model_kwargs, scorer, owner, watch)
+        if sharing is not None:
+            stack.enter_context(sharing.admitted(rows, sequences.max_length))
+        with nullcontext() if sharing is None else sharing.turns.taken():
+            steps = _after_prompt(strategy, config, input_ids, model_kwargs, scorer, owner, watch)
+            if sharing is not None and _nested(steps):
+                sharing, alone = None, "what its forwards get may be of rows"
+            take: Callable[[], None] = partial(_take_all, steps, synced_gpus)
+            if sharing is not None and any(sequences.now.active):
+                take = stack.enter_context(sharing.joined(steps))
         prompt_seconds, times = watch.step(), steps.policy.setting.times  # of the whole batch
-        _take_all(steps, synced_gpus)
+        take()
         ids = sequences.finish()
         stats.num_generated_tokens = sum(sequences.emitted)  # stops that were told late are cut
         past = owner.give_back()
-    steps.finish()
+    if sharing is None:
+        steps.finish()
+    else:
+        steps.leave()
+    if alone is not None:
+        stats.details["shared"] = {"alone": alone}
     watch.step(last=True)
-    if steps.earlier is None:
+    if sharing is not None:
+        pass  # there were no plain steps of this call's own
+    elif steps.earlier is None:
         _estimate_plain(stats, steps.policy, prompt_seconds, rows)
     elif (plain := times.plain_seconds()) is not None:  # few rows are left where old answers end
         stats.plain_seconds = prompt_seconds + plain * (max(sequences.emitted) - 1)
@@ -193,10 +214,7 @@ def _take_all(steps: Steps, synced: bool) -> None:
     """Take steps until all rows are finished; ``synced``: until those of all ranks are."""
     state, strategy, owner = steps.state, steps.strategy, steps.owner
     model, powers_of_two = strategy.model, strategy.graphs is not None
-    nested = any(
-        isinstance(one, (list, tuple, dict)) and one for one in state.target.model_kwargs.values()
-    )
-    shrinks = not (strategy.rows_stay or owner.wanted or nested)
+    shrinks = not (strategy.rows_stay or owner.wanted or _nested(steps))
     while model._has_unfinished_sequences(not any(state.active), synced, model.device):
         if not any(state.active):
             strategy.run(steps.join)
@@ -205,6 +223,12 @@ def _take_all(steps: Steps, synced: bool) -> None:
         if rows is not None:
             steps.select(rows)
         steps.take()
+
+
+def _nested(steps: Steps) -> bool:
+    """Whether forwards get something that may be of rows, and is no tensor of them."""
+    inputs = steps.state.target.model_kwargs.values()
+    return any(isinstance(one, (list, tuple, dict)) and one for one in inputs)
 
 
 def _estimate_plain(

@@ -257,6 +257,11 @@ class Steps:
         if outcome is not None or grows and self.state.grown is None:
             self.strategy.run(self.strategy.drafter.step, self.state, outcome, grows)
 
+    def settle(self) -> None:
+        """Between two steps: have the drafter take in what is committed, so that nothing is left to
+        do before rows join."""
+        self._end(False)
+
     def _learn(
         self, tree: Tree, host: HostResult, seconds: float | None, recorded: bool
     ) -> None:  # fmt: skip
@@ -282,16 +287,20 @@ class Steps:
             own = None if hidden is None else hidden[to_device(rows, hidden.device)]
             self._outcome = result.of_rows(rows), own
 
-    def finish(self) -> None:
-        """Once the call is over: leave to later calls what they can use, and report."""
-        state, drafter, noise = self.state, self.strategy.drafter, self.acceptance.noise
-        sequences, graphs = self.owner.sequences, self.strategy.graphs
+    def leave(self) -> None:
+        """Once the call is over: leave to later calls what they can use."""
+        sequences, noise = self.owner.sequences, self.acceptance.noise
         if self.history is not None:
             self.history.add(sequences.answers)
         if self.earlier is not None:
             self.earlier.history.add(self.earlier, sequences.answers)
         if noise is not None:
             noise.give_back(sequences.emitted[0])
+
+    def finish(self) -> None:
+        """Once the call is over: :meth:`leave`, and report."""
+        self.leave()
+        state, drafter, graphs = self.state, self.strategy.drafter, self.strategy.graphs
         parts = drafter, self.policy, state.target, self.strategy.recording
         state.stats.details = {
             name: value for part in parts for name, value in part.details().items()
@@ -312,8 +321,8 @@ class Steps:
         for row, count in enumerate(counts):
             if active[row]:
                 depth = min(tree.row_depths[row], remaining[row] - 1)
-                stats.record(count, depth, tree.row_sizes[row], len(host.tokens[row]) - 1)
-                stats.num_pruned_tokens += tree.row_sizes[row] - kept.row_sizes[row]
+                accepted, size = len(host.tokens[row]) - 1, tree.row_sizes[row]
+                self._record(row, count, depth, size, accepted, size - kept.row_sizes[row])
         if not all(state.active):  # some rows may have stopped before their last accepted token
             state.root = to_device([row[-1] for row in state.tokens], state.root.device)
         return HostResult(
@@ -321,6 +330,10 @@ class Steps:
             [tokens[:count] for tokens, count in zip(host.tokens, counts)],
             [probes if count else 0 for probes, count in zip(host.num_probes, counts)],
         )
+
+    def _record(self, row: int, *counts: int) -> None:
+        """Count a step of a row; see :meth:`SpecStats.record`."""
+        self.state.stats.record(*counts)
 
 
 def _depth_limits(state: DecodeState) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_spec.core.device import to_device
 from hf_spec.core.pruning import Pruning
+from hf_spec.core.rows import FollowsRows
 from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import HostTree, Tree
 from hf_spec.core.verify import HostResult, StepResult
@@ -53,7 +54,7 @@ def _asked(value: Any) -> Any:
     return _Asked(value)
 
 
-class Drafter(CandidateGenerator):
+class Drafter(FollowsRows, CandidateGenerator):
     """Proposes draft trees. One instance serves one ``generate()`` call.
 
     With a :class:`Predictor`, trees grow from its predictions, and nothing is left to define. One
@@ -85,6 +86,7 @@ class Drafter(CandidateGenerator):
     """
 
     reads: Reads = _asked(Reads())
+    of_rows: ClassVar[Sequence[str]] = ("predictor",)
     trees: Mapping[str, MakeTree | None] = _asked({})
     unused: Sequence[str] = _asked(TREE_OPTIONS)
     drafts: ClassVar[bool] = True
@@ -259,14 +261,30 @@ class Drafter(CandidateGenerator):
     def select(self, rows: Sequence[int]) -> None:
         """Called between two steps when finished sequences have left the batch.
 
-        A drafter that keeps state per sequence selects it here.
+        A drafter that keeps state per sequence names it in ``of_rows``, or selects it here.
 
         Args:
             rows: batch row ``i`` is the former ``rows[i]``; each at most once, in any order.
         """
         self._static.clear()
+        super().select(rows)
+
+    def join(self, other: Self) -> None:
+        """Called between two steps when the sequences of another call have joined the batch: they
+        come last. One that selects state joins it here.
+
+        Args:
+            other: their drafter, with the same options; it is not used again.
+        """
+        self._static.clear()
+        self._taken = max(self._taken, other._taken)
+        super().join(other)
+
+    def complete(self, state: DecodeState) -> None:
+        """Called before sequences of another call join these, or these join others: what was put
+        off is to be done."""
         if self.predictor is not None:
-            self.predictor.select(rows)
+            self.predictor.complete(state)
 
     def release(self) -> list[Tensor]:
         """The buffers that compiled code of later calls may use, once the call is over."""

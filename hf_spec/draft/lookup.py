@@ -20,6 +20,7 @@ from hf_spec.core.checks import (
 )
 from hf_spec.core.device import to_device
 from hf_spec.core.memory import locked, recall
+from hf_spec.core.rows import FollowsRows
 from hf_spec.core.tree import HostTree, Row, Tree
 from hf_spec.core.verify import HostResult
 
@@ -321,7 +322,7 @@ class SequenceLookup:
         self.confidence.observe(self._longest, accepted, depth)
 
 
-class BatchLookup:
+class BatchLookup(FollowsRows):
     """A :class:`SequenceLookup` for each sequence of a batch, which also searches :data:`OTHERS`
     other answers to its prompt.
 
@@ -329,6 +330,8 @@ class BatchLookup:
         prompts: the sequences before their first new token.
         vocabulary: see :class:`SequenceLookup`.
     """
+
+    of_rows = ("rows",)
 
     def __init__(
         self, limits: Limits, prompts: Sequence[Sequence[int]], history: History | None = None,
@@ -356,9 +359,6 @@ class BatchLookup:
     def observe(self, result: HostResult) -> None:
         for one, tokens in zip(self.rows, result.tokens):
             one.observe(tokens)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.rows = [self.rows[row] for row in rows]
 
 
 def merged(tree: Tree, lookups: Sequence[Row]) -> Tree:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_spec.core.device import to_device
 from hf_spec.core.memory import recall
+from hf_spec.core.rows import FollowsRows, join_rows, select_rows
 from hf_spec.core.shapes import ProbeGroup, TokenTree, TreeStates
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
@@ -52,7 +52,7 @@ class Holds:
         return own
 
 
-class Predictor(Holds):
+class Predictor(FollowsRows, Holds):
     """Predicts what may follow the committed tokens. One instance serves one ``generate()`` call.
 
     A new one declares the hidden states that it ``reads``, and defines :meth:`advance` if it reads
@@ -89,6 +89,7 @@ class Predictor(Holds):
         per_row: names of attributes with what :meth:`advance` makes of each sequence from what is
             there: tensors ``(batch, ...)``, tuples of them, or None. They follow the batch, and a
             program takes them and gives them anew.
+        of_rows: names of all else that follows the batch, see :class:`FollowsRows`.
         cache: a KV cache of its own; None if it has none.
         forwards: forwards that have run while a tree grew.
         drafting: changes to the model while it drafts; None if drafting does not run it.
@@ -116,6 +117,7 @@ class Predictor(Holds):
     per_distance: int = 0
     num_predicted: Any = ()
     per_row: ClassVar[Sequence[str]] = ()
+    of_rows: ClassVar[Sequence[str]] = ("cache", "num_predicted")
     cache: Any = None
     forwards: int = 0
     drafting: Changes | None = None
@@ -215,10 +217,14 @@ class Predictor(Holds):
 
     def select(self, rows: Sequence[int]) -> None:
         """Called between two steps; see :meth:`Drafter.select`."""
-        if self.cache is not None:
-            self.cache.select(rows)
-        of_rows = tensors_in(self, self.per_row)
-        replace_in(self, self.per_row, (one[to_device(rows, one.device)] for one in of_rows))
+        select_rows(self, (*self.of_rows, *self.per_row), rows)
+
+    def join(self, other: Self) -> None:
+        """Called between two steps; see :meth:`Drafter.join`."""
+        join_rows(self, (*self.of_rows, *self.per_row), other)
+
+    def complete(self, state: DecodeState) -> None:
+        """See :meth:`Drafter.complete`."""
 
     def release(self) -> list[Tensor]:
         """The buffers that compiled code of later calls may use, once the call is over."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.device import to_device
+from hf_spec.core.rows import FollowsRows
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import HostTree, Row, Tree
 from hf_spec.draft.lookup import BatchLookup
@@ -58,11 +59,11 @@ class Process(Protocol):
 
 
 @dataclass
-class DecodeState:
+class DecodeState(FollowsRows):
     """The sequences of a call that are still decoded, and the parts that follow them.
 
     It is what the loop shows a drafter, which must not change it. The batch shrinks as sequences
-    finish (:meth:`select`).
+    finish (:meth:`select`), and those of other calls may join it.
 
     Attributes:
         model: the model.
@@ -101,6 +102,8 @@ class DecodeState:
     noise: SamplingNoise | None = None
     prompt_part: int = 4096
 
+    of_rows = ("sequences", "cache", "target", "drafter", "lookups", "noise", "root")
+
     @property
     def tokens(self) -> list[list[int]]:
         """The tokens of each row so far, with the prompt, without padding."""
@@ -121,15 +124,17 @@ class DecodeState:
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows in this order, each at most once, and have all parts follow."""
-        parts: list[Any] = [
-            self.sequences, self.cache, self.target, self.drafter, self.lookups, self.noise
-        ]  # fmt: skip
-        for part in parts:
-            if part is not None:
-                part.select(rows)
-        self.root = self.root[to_device(rows, self.root.device)]
+        super().select(rows)
         if isinstance(self.grown, Grown):  # by a program; else trees are made for the rows left
             self.grown = self.grown.of_rows(rows)
+
+    def join(self, other: DecodeState) -> None:
+        """Take the sequences of another call behind these, and have all parts follow. No trees have
+        grown for the step that follows."""
+        assert self.grown is None and other.grown is None
+        for state in (self, other):
+            state.drafter.complete(state)
+        super().join(other)
 
     def lookup(self) -> Sequence[Row]:
         """Look up what continues each sequence, for this step."""

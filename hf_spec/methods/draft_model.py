@@ -134,6 +134,7 @@ class SharedKVPredictor(AssistantPredictor):
 
     reads = Reads("last")
     reads_cache = True
+    of_rows = ("_hidden",)
 
     def __init__(self, model: Any, options: GrowOptions, assistant: Any):
         super().__init__(model, options, assistant)
@@ -174,10 +175,6 @@ class SharedKVPredictor(AssistantPredictor):
         cache = self._target.cache.traced_with(held, lengths, lengths[:, None], root, in_place)
         own._given = cache, lengths, shift
         return own
-
-    def select(self, rows: Sequence[int]) -> None:
-        if self._hidden is not None:
-            self._hidden = self._hidden[to_device(rows, self._hidden.device)]
 
     def catch_up(self, state: DecodeState) -> None:
         cache = state.cache
@@ -262,6 +259,7 @@ class DraftModelPredictor(AssistantPredictor):
     """
 
     per_row = ("_logits",)
+    of_rows = (*LevelPredictor.of_rows, "_target")
 
     def __init__(self, model: Any, options: GrowOptions, assistant: Any):
         super().__init__(model, options, assistant)
@@ -348,10 +346,9 @@ class DraftModelPredictor(AssistantPredictor):
         logits = self._target(self._block, first=first, changes=Changes()).logits
         return logits[..., : self.shared]
 
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        if self._target is not None:
-            self._target.select(rows)
+    def complete(self, state: DecodeState) -> None:
+        if self._target is None:
+            self.catch_up(state)
 
     # -- stock assisted decoding -------------------------------------------------------------
 

@@ -455,7 +455,7 @@ class Stage:
             return logits, scores
         ahead = self.noise[:, depth].to(logits.device)
         # Scores are divided by the temperature, logits are not.
-        return as_sampled(logits, ahead), as_sampled(noise.temperature * scores, ahead)
+        return as_sampled(logits, ahead), as_sampled(noise.scaled(scores), ahead)
 
 
 class _Followed:

@@ -3,7 +3,6 @@
 Saxena, "Prompt Lookup Decoding" (2023), with several continuations merged into a tree.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -36,6 +35,7 @@ class PromptLookupDrafter(Drafter):
     """Looks the sequence's last tokens up in the sequence itself."""
 
     unused = ("tree", "lookup")
+    of_rows = ("lookups",)
     options: PromptLookupOptions
 
     def start(self, state: DecodeState) -> None:
@@ -48,9 +48,6 @@ class PromptLookupDrafter(Drafter):
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         self.lookups.observe(result)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.lookups.select(rows)
 
     def chain(self, input_ids: Tensor) -> list[int]:
         tokens, depth = input_ids[0].tolist(), self.options.max_depth

@@ -294,10 +294,6 @@ class RecyclingPredictor(Predictor):
         last = result.counts[:, None] + torch.arange(ORDERS - 1, device=text.device)
         self._before = text.gather(1, last)
 
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self.num_predicted = [self.depth] * len(rows)
-
     def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
         return depth, None if is_async(state.root.device) else _goes_on
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_spec.adapters.config import VOCABULARY
 from hf_spec.adapters.layer import Adapter
@@ -234,6 +235,7 @@ class TablePredictor(Predictor):
 
     trees = {CHAIN: chain_tree}
     held: ClassVar[Sequence[str]] = ("markov_head", "vocabulary")
+    of_rows = (*Predictor.of_rows, "hidden")
     make_predictions: Callable[..., Predictions] = Predictions
 
     def __init__(self, model: Any, options: Any, adapter: Adapter, depth: int):
@@ -277,12 +279,6 @@ class TablePredictor(Predictor):
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         self.hidden = hidden
-
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        if self.hidden is not None:
-            self.hidden = self.hidden[to_device(rows, self.hidden.device)]
-        self.num_predicted = [self.num_predicted[row] for row in rows]
 
     def levels(
         self, root: Tensor, depth: int, width: int, noise: Tensor | None = None
@@ -415,6 +411,16 @@ class ProbePredictor(TablePredictor):
             self.num_predicted = result.num_probes.div(self.per_distance, rounding_mode="floor")
         else:
             self.num_predicted = [n // self.per_distance for n in result.host.num_probes]
+
+    def join(self, other: Self) -> None:
+        known = [one.hidden for one in (self, other) if one.hidden is not None]
+        width = max((hidden.shape[1] for hidden in known), default=0)
+        for one in (self, other):  # those of a step without probes are arbitrary
+            if one.hidden is None and known:
+                one.hidden = known[0].new_zeros(len(one.num_predicted), *known[0].shape[1:])
+            if one.hidden is not None:
+                one.hidden = pad(one.hidden, (0, 0, 0, width - one.hidden.shape[1]))
+        super().join(other)
 
     def ready(self, tree: Tree, grows: bool) -> bool:
         return grows and tree.num_probes > 0

@@ -22,7 +22,7 @@ from hf_spec.target.target import Block, ForwardContext, Output, Target
 #: Attributes of a target that differ between calls: tensors, or values by name.
 _VARIABLES = (
     "position_shift", "last_position", "axes", "probe_embeddings", "front_seen",
-    "model_kwargs", "per_token",
+    "model_kwargs", "row_kwargs", "per_token",
 )  # fmt: skip
 #: Least number of nodes, padding included, of a tree that is forwarded in parts.
 PARTS = 64

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hf_spec.core.device import to_device
 from hf_spec.core.memory import RUNNING
+from hf_spec.core.rows import FollowsRows
 from hf_spec.core.verify import sample
 from hf_spec.modeling_patches.ranks import random_state, set_random_state
 
@@ -47,7 +48,67 @@ class _States(NamedTuple):
     after: Tensor
 
 
-class SamplingNoise:
+class SequenceNoise:
+    """The numbers that the tokens of one sequence are sampled with.
+
+    Args:
+        device: see :class:`SamplingNoise`.
+        temperature: of its call.
+        generator: draws them; None for the device's default one.
+    """
+
+    def __init__(
+        self, device: torch.device, temperature: float, generator: torch.Generator | None = None
+    ):
+        self.device, self.temperature = device, temperature
+        self._generator = generator
+        #: E of the next tokens as far as they are drawn, ``(vocab,)`` each.
+        self._drawn: deque[Tensor] = deque()
+        #: See :meth:`SamplingNoise.favor`.
+        self.favored: Sequence[int] = ()
+        self.lenience = 1.0
+        self._states: deque[_States] = deque(maxlen=REMEMBERED)
+        self._draws = 0  # from the default generator
+
+    def of(self, ahead: int, vocab: int) -> Tensor:
+        """E of a token to come."""
+        while len(self._drawn) <= ahead:
+            self._drawn.append(self._draw(vocab))
+        found = self._drawn[ahead]
+        if ahead < len(self.favored):
+            found = found.clone()
+            found[self.favored[ahead]] /= self.lenience
+        return found
+
+    def _draw(self, vocab: int) -> Tensor:
+        noise = torch.empty(vocab, dtype=torch.float32, device=self.device)
+        if self._generator is not None:
+            return noise.exponential_(generator=self._generator)
+        with RUNNING:
+            before = random_state(self.device)
+            noise.exponential_()
+            self._states.append(_States(self._draws, before, random_state(self.device)))
+        self._draws += 1
+        return noise
+
+    def advance(self, count: int) -> None:
+        """Go on to the tokens after so many that were emitted."""
+        for _ in range(min(count, len(self._drawn))):
+            self._drawn.popleft()
+        self.favored = self.favored[count:]
+
+    def give_back(self, used: int) -> None:
+        """See :meth:`SamplingNoise.give_back`."""
+        with RUNNING:  # calls in other threads draw from the same default generator
+            unused = [one for one in self._states if one.token >= used]
+            if not unused or unused[0].token > used:
+                return
+            later = [*(one.before for one in unused[1:]), random_state(self.device)]
+            if all(torch.equal(one.after, state) for one, state in zip(unused, later)):
+                set_random_state(self.device, unused[0].before)
+
+
+class SamplingNoise(FollowsRows):
     """The numbers that the tokens of each sequence are sampled with.
 
     A single sequence draws from the device's default generator, in the order of plain ``generate``:
@@ -59,28 +120,26 @@ class SamplingNoise:
         device: whose generators are used; that of the call's ``input_ids``, as in Transformers.
         temperature: of the call. The larger it is, the more the numbers decide.
         seeds: those of each sequence's generator; None for what is said above.
+
+    Attributes:
+        rows: what each row of the batch is sampled with.
     """
+
+    of_rows = ("rows",)
 
     def __init__(
         self, batch_size: int, device: torch.device, temperature: float = 1.0,
         seeds: Sequence[int] | None = None,
     ):  # fmt: skip
         self.device = device
-        self.temperature = temperature
-        self._generators: list[torch.Generator | None] = [None]
         if seeds is None and batch_size > 1:
             with RUNNING:
                 seeds = torch.randint(2**48, (batch_size,), device=device).tolist()
+        generators: Sequence[torch.Generator | None] = [None]
         if seeds is not None:
-            self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-        #: Of each sequence, E of the next tokens as far as they are drawn, ``(vocab,)`` each.
-        self._drawn: list[deque[Tensor]] = [deque() for _ in range(batch_size)]
-        #: See :meth:`favor`.
-        self._favored: Sequence[Sequence[int]] = [()] * batch_size
-        self._lenience = 1.0
+            generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self.rows = [SequenceNoise(device, temperature, one) for one in generators]
         self._vocab = 0
-        self._states: deque[_States] = deque(maxlen=REMEMBERED)
-        self._draws = 0  # from the default generator
 
     def choose(self, scores: Tensor, ahead: int, rows: Sequence[int] | None = None) -> Tensor:
         """Sample a token of each sequence: what ``torch.multinomial`` would draw.
@@ -94,9 +153,12 @@ class SamplingNoise:
             ``(batch,)`` int64; 0 for other sequences, -1 if probabilities are not finite.
         """
         batch, self._vocab = scores.shape
-        index = to_device(list(range(batch) if rows is None else rows), scores.device, torch.long)
+        taking = list(range(batch) if rows is None else rows)
+        index = to_device(taking, scores.device, torch.long)
+        if not taking:
+            return index.new_zeros(batch)
         p = scores[index].softmax(-1).to(self.device)
-        noise = torch.stack([self._of(row, ahead) for row in rows or range(batch)])
+        noise = torch.stack([self.rows[row].of(ahead, self._vocab) for row in taking])
         chosen = sample(p, noise=noise).to(scores.device)
         return index.new_zeros(batch).index_copy(0, index, chosen)
 
@@ -117,59 +179,44 @@ class SamplingNoise:
         found = self.drawn(count, first)
         if tokens is not None:
             found = found[..., tokens.to(self.device)]
-        return -self.temperature * found.log()
+        return -self.scaled(found.log())
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Logits ``(batch, ...)`` times the temperature of each row."""
+        first, *others = self.temperatures
+        if others.count(first) == len(others):
+            return first * logits
+        each = to_device([first, *others], logits.device)
+        return each.view(-1, *[1] * (logits.ndim - 1)) * logits
+
+    @property
+    def temperatures(self) -> list[float]:
+        """Of each row's call."""
+        return [row.temperature for row in self.rows]
 
     def drawn(self, count: int, first: int = 0) -> Tensor:
         """E of the next tokens of each sequence, ``(batch, count, vocab)``, after ``first``."""
-        rows = range(len(self._drawn))
-        own = [[self._of(row, first + place) for place in range(count)] for row in rows]
+        places = range(first, first + count)
+        own = [[row.of(place, self._vocab) for place in places] for row in self.rows]
         return torch.stack([torch.stack(one) for one in own])
 
     def favor(self, tokens: Sequence[Sequence[int]], lenience: float) -> None:
         """Until the next call, make these tokens so many times as likely, the first ones of each
         sequence's next tokens. **Lossy**."""
-        self._favored, self._lenience = tokens, lenience
+        for row, favored in zip(self.rows, tokens):
+            row.favored, row.lenience = favored, lenience
 
     def advance(self, counts: Sequence[int]) -> None:
         """Go on to the tokens after those that each sequence has emitted."""
-        for drawn, count in zip(self._drawn, counts):
-            for _ in range(min(count, len(drawn))):
-                drawn.popleft()
-        self._favored = [some[count:] for some, count in zip(self._favored, counts)]
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Follow the batch, whose row ``i`` is now the former ``rows[i]``."""
-        self._drawn = [self._drawn[row] for row in rows]
-        self._favored = [self._favored[row] for row in rows]
-        self._generators = [self._generators[row] for row in rows]
+        for row, count in zip(self.rows, counts):
+            row.advance(count)
 
     def give_back(self, used: int) -> None:
-        """Undo the draws for tokens that were never emitted, as only ``used`` were, so that the
-        default generator goes on as after plain ``generate``. Does nothing if anything else has
-        drawn since."""
-        with RUNNING:  # calls in other threads draw from the same default generator
-            unused = [one for one in self._states if one.token >= used]
-            if not unused or unused[0].token > used:
-                return
-            later = [*(one.before for one in unused[1:]), random_state(self.device)]
-            if all(torch.equal(one.after, state) for one, state in zip(unused, later)):
-                set_random_state(self.device, unused[0].before)
+        """Undo the draws for tokens of a single sequence that were never emitted, as only ``used``
+        were, so that the default generator goes on as after plain ``generate``. Does nothing if
+        anything else has drawn since."""
+        self.rows[0].give_back(used)
 
-    def _of(self, row: int, ahead: int) -> Tensor:
-        """E of a token to come."""
-        drawn, generator = self._drawn[row], self._generators[row]
-        while len(drawn) <= ahead:
-            noise = torch.empty(self._vocab, dtype=torch.float32, device=self.device)
-            if generator is not None:
-                drawn.append(noise.exponential_(generator=generator))
-                continue
-            with RUNNING:
-                before = random_state(self.device)
-                drawn.append(noise.exponential_())
-                self._states.append(_States(self._draws, before, random_state(self.device)))
-            self._draws += 1
-        found = drawn[ahead]
-        if ahead < len(self._favored[row]):
-            found = found.clone()
-            found[self._favored[row][ahead]] /= self._lenience
-        return found
+    def join(self, other: SamplingNoise) -> None:
+        super().join(other)
+        self._vocab = self._vocab or other._vocab

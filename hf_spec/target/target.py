@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
 from hf_spec.core.device import to_device
 from hf_spec.core.pruning import Pruning, keep_likely
+from hf_spec.core.rows import FollowsRows
 from hf_spec.core.tree import Tree, filled
 from hf_spec.core.verify import HostResult, StepResult, VerifyProgram
 from hf_spec.modeling_patches.attention_masks import Local, TreeAttention
@@ -234,7 +235,7 @@ class ForwardContext:
         return gather_hidden(hidden, self.logits_at)
 
 
-class Target:
+class Target(FollowsRows):
     """Runs ``model`` on trees; created once per ``generate()`` call.
 
     Args:
@@ -255,6 +256,7 @@ class Target:
 
     #: Compiled code for its forwards, if they are compiled.
     graphs: Graphs | None = None
+    of_rows = ("last_position", "position_shift", "axes", "per_token", "row_kwargs")
 
     def __init__(
         self, model: Any, cache: TreeCache, last_position: Tensor,
@@ -272,10 +274,17 @@ class Target:
         none = torch.zeros_like(self.last_position)
         shift = none[None] if position_shift is None else position_shift[:, :, None]
         self.position_shift = shift[0]
-        #: ``(axes, batch, 1)`` what each rotary axis adds to the first; None if there is one.
-        self.axes = shift - shift[0] if len(shift) > 1 else None
+        #: ``(batch, axes, 1)`` what each rotary axis adds to the first; None if there is one.
+        self.axes = (shift - shift[0]).transpose(0, 1).contiguous() if len(shift) > 1 else None
         given = model_kwargs or {}
-        self.model_kwargs = {**given, **only_logits(model, given)}
+        #: As in Transformers, a tensor is per row if its first dimension is the batch size.
+        self.row_kwargs: dict[str, Tensor] = {
+            name: value
+            for name, value in given.items()
+            if isinstance(value, Tensor) and value.shape[:1] == last_position.shape
+        }
+        others = {name: value for name, value in given.items() if name not in self.row_kwargs}
+        self.model_kwargs = {**others, **only_logits(model, given)}
         self.per_token = per_token or {}
         self.takes_positions = takes(model, "position_ids")
         self.device, self.dtype = placement(model)
@@ -374,6 +383,7 @@ class Target:
         no_keys = recurrent is not None and self.cache.states.is_empty
         inputs: dict[str, Any] = {
             **self.model_kwargs,
+            **self.row_kwargs,
             **{
                 name: value.expand(-1, positions.shape[1], *value.shape[2:])
                 for name, value in self.per_token.items()
@@ -384,7 +394,7 @@ class Target:
             "return_dict": True,
         }
         if self.takes_positions:
-            on_axes = positions if self.axes is None else positions + self.axes
+            on_axes = positions if self.axes is None else positions + self.axes.transpose(0, 1)
             inputs["position_ids"] = on_axes.to(self.device)
         ids = block.ids.to(self.device)
         if not block.tree.num_probes:
@@ -423,24 +433,31 @@ class Target:
             made[local] = slots.mask(visible, lengths, attention.packs, begin, at_nodes, learned)
         return attention.convert({kind: made[one] for kind, one in kinds.items()}, self.dtype)
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Follow the cache, whose row ``i`` is now the former ``rows[i]``.
+    @property
+    def inputs(self) -> Hashable:
+        """What its forwards get besides trees: rows of targets where it is equal may be forwarded
+        together."""
+        others = {
+            name: value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
+            for name, value in self.model_kwargs.items()
+        }
+        of_rows = {**self.row_kwargs, **self.per_token}
+        shapes = {name: (value.shape[1:], value.dtype) for name, value in of_rows.items()}
+        axes = None if self.axes is None else self.axes.shape[1]
+        return (*sorted(others.items()), *sorted(shapes.items()), axes)
 
-        As in Transformers, a tensor among the model's inputs is per batch row if its first
-        dimension is the batch size.
+    def join(self, other: Self) -> None:
+        """Take the rows of another target of the model behind these, as their caches have done.
+
+        Raises:
+            ValueError: their forwards get other inputs.
         """
-        batch = self.last_position.shape[0]
-
-        def own(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.ndim and value.shape[0] == batch:
-                return value[to_device(rows, value.device)]
-            return value
-
-        self.last_position, self.position_shift = own(self.last_position), own(self.position_shift)
-        self.model_kwargs = {name: own(value) for name, value in self.model_kwargs.items()}
-        self.per_token = {name: own(value) for name, value in self.per_token.items()}
-        if self.axes is not None:
-            self.axes = own(self.axes.transpose(0, 1)).transpose(0, 1)
+        if self.inputs != other.inputs:
+            raise ValueError(
+                f"rows whose forwards get {other.inputs} cannot join rows whose forwards get "
+                f"{self.inputs}."
+            )
+        super().join(other)
 
     def _pruned(self, tree: Tree, keys: int, pruning: Pruning) -> Output:
         if self.reads.layers:

@@ -23,7 +23,7 @@ def check_front(cache: TreeCache, views: Sequence[Tensor], front: Sequence[Tenso
 
 @pytest.mark.parametrize("specs", SPECS)
 def test_front_is_seen_when_asked_for_and_never_moves(specs: str) -> None:
-    """Through commits, moves, growth, another front and rows that leave."""
+    """Through commits, moves, growth, another front, and rows that leave and come."""
     pair = Pair(SPECS[specs], [3, 3, 3], 4, seed=3)
     cache = pair.cache
     for seed, count in enumerate((5, 20)):
@@ -39,9 +39,12 @@ def test_front_is_seen_when_asked_for_and_never_moves(specs: str) -> None:
             rows = cache.batch_size
             cache.commit([2, 1, 1][:rows], torch.tensor([[0, 2], [0, 3], [0, 1]])[:rows])
             pair.accept(states, [[0, 2], [0], [0]][:rows])
-        cache.select([1, 0])
-        pair.naive.map_rows(lambda layer: [layer[1], layer[0]])
-        pair.check()
+        pair.select([1, 0])
+        new = Pair(pair.specs, [6], 4, seed)
+        with pytest.raises(ValueError, match="rows with front 0 cannot join rows with front"):
+            cache.join(new.cache)
+        new.cache.states.set_front(front)
+        pair.join(new)
     pair.step()  # without being asked for it is not there
 
 

@@ -65,6 +65,10 @@ class Row:
         self.cache.truncate(lengths)
         self.tokens = [row[:length] for row, length in zip(self.tokens, lengths)]
 
+    def join(self, other: "Row") -> None:
+        self.cache.join(other.cache)
+        self.tokens += other.tokens
+
     def select(self, rows: list[int]) -> None:
         self.tokens = [list(self.tokens[row]) for row in rows]
 
@@ -162,6 +166,30 @@ def test_rows(after: Row) -> None:
     after.step([1, 2, 3])
     after.check()
     after.truncate([prompts[1], prompts[2], prompts[1]])
+    after.check()
+
+
+def test_rows_come_and_go(after: Row) -> None:
+    kind = after.model.config.model_type
+    for seed, kept in enumerate(([0, 4, 2], [5, 1], [3, 0, 1, 2]), 1):
+        after.step([2] * len(after.tokens))
+        new = Row(kind, seed)
+        new.step([3, 0, 1])
+        after.join(new)
+        after.check()
+        after.cache.select(kept)
+        after.select(kept)
+        after.step([1, 3, 2, 1][: len(kept)])
+        after.check()
+    new = Row(kind)
+    prompts = after.lengths + new.lengths
+    for one in (after, new):
+        assert one.cache.recurrent is not None
+        one.cache.recurrent.remember()
+        one.step([2] * len(one.tokens))
+    after.join(new)
+    after.step([1] * len(after.tokens))
+    after.truncate(prompts)
     after.check()
 
 

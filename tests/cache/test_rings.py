@@ -65,14 +65,40 @@ def test_rows_leave_and_copies_go_on(windows: str) -> None:
     rng = random.Random(0)
     while pair.cache.batch_size > 1:
         rows = rng.sample(range(pair.cache.batch_size), rng.randint(1, pair.cache.batch_size - 1))
-        pair.cache.select(rows)
-        pair.naive.map_rows(lambda layer, rows=rows: [layer[row] for row in rows])
+        pair.select(rows)
         for _ in range(3):
             pair.step()
         pair.cache = copy.deepcopy(pair.cache)
         pair.check()
     pair.cache.batch_select_indices(torch.tensor([0, 0]))
     pair.naive.map_rows(lambda layer: [list(layer[0]), list(layer[0])])
+    for _ in range(10):
+        pair.step()
+
+
+@every_window
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_come_and_go(windows: str, seed: int) -> None:
+    """Rings of few slots join those of many, and many those of few; then rows go on, and leave."""
+    rng, sizes = random.Random(seed), WINDOWS[windows]
+    pair = Pair(SPECS, [rng.randint(1, 9)], 1, seed, sizes)
+    for number in range(12):
+        for _ in range(rng.randint(0, 3)):
+            pair.step()
+        new = Pair(SPECS, rng.choice(LENGTHS), rng.choice([1, 40]), 100 + number, sizes)
+        for _ in range(rng.randint(0, 3)):
+            new.step()
+        for length in (1, 20):
+            alone = [one.cache.reachable([length] * one.cache.batch_size) for one in (pair, new)]
+            both = copy.deepcopy(pair.cache)
+            both.join(copy.deepcopy(new.cache))
+            assert both.reachable([length] * both.batch_size) == sum(alone, [])
+        pair.join(new)
+        assert new.cache.states.is_empty
+        kept = rng.randint(1, min(pair.cache.batch_size, 5))
+        pair.select(rng.sample(range(pair.cache.batch_size), kept))
+        pair.check()
+    pair.cache = copy.deepcopy(pair.cache)
     for _ in range(10):
         pair.step()
 

@@ -327,6 +327,55 @@ def test_an_empty_cache_takes_shapes_of_its_first_block(specs: str) -> None:
         pair.step()
 
 
+def test_few_arrivals_copy_what_is_there() -> None:
+    """Rows have room for others, and those that have left make room."""
+    pair, copies = Pair(SPECS["equal"], [3], 64, seed=0), 0
+    for arrivals in range(1, 17):
+        before = buffers(pair.cache)
+        pair.join(Pair(SPECS["equal"], [5], 8, seed=arrivals))
+        copies += buffers(pair.cache) != before
+    assert pair.cache.batch_size == 17 and copies == 5  # 2, 4, 8, 16 and 32 rows
+    pair.select([16, 1, 2])
+    before, new = buffers(pair.cache), Pair(SPECS["equal"], [9, 2], 8, seed=0)
+    pair.cache.tokens, new.cache.tokens = [[1] * 5] * 3, [[2] * 9, [3] * 2]
+    pair.join(new)
+    assert buffers(pair.cache) == before
+    assert pair.cache.tokens == [[1] * 5] * 3 + [[2] * 9, [3] * 2]
+    pair.step()
+    pair.join(Pair(SPECS["equal"], [1], 8, seed=0))
+    assert pair.cache.tokens is None  # nobody knows those of the last row
+
+
+@pytest.mark.parametrize("arrives", ["narrow", "wide"])
+def test_rows_join_in_the_wider_dtype(arrives: str) -> None:
+    specs = SPECS["layers differ"]
+    states = random_states(specs, 1, 4)
+    half = [tuple(part.bfloat16() for part in layer) for layer in states]
+    cache, new = pack(dynamic(half), None, 8), pack(dynamic(states), None, 8)
+    if arrives == "narrow":
+        cache, new = new, cache
+    cache.join(new)
+    for layer, both in enumerate(zip(states, half)):
+        for row, wanted in enumerate(reversed(both) if arrives == "wide" else both):
+            for own, part in zip(row_of(cache, row, layer), wanted):
+                assert own.dtype == torch.float32 and torch.equal(own, part[0].float())
+
+
+def test_rows_of_other_models_are_refused() -> None:
+    cache = Pair(SPECS["equal"], [3], 8, seed=0).cache
+    for other, why in (
+        (Pair(SPECS["layers differ"], [3], 8, seed=0).cache, "rows with kinds .* cannot join"),
+        (Pair(SPECS["equal"], [3], 8, 0, [None, 2, None]).cache, "rows with windows {1: 2} cannot"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            cache.join(other)
+    other = Pair(SPECS["equal"], [3], 8, seed=0).cache
+    other.made_by = "a LlamaForCausalLM with 2 layers of 8 features"
+    with pytest.raises(ValueError, match="rows of a LlamaForCausalLM .* cannot join those of None"):
+        cache.join(other)
+    assert cache.batch_size == 1 and cache.host_lengths == [3]
+
+
 def test_an_index_follows_its_keys() -> None:
     """In every step: packed, written, moved, selected, pickled and unpacked."""
 
@@ -360,6 +409,10 @@ def test_an_index_follows_its_keys() -> None:
     check(cache)
     cache.batch_select_indices(torch.tensor([0, 0, 1]))
     check(cache)
+    arriving = pickle.loads(pickle.dumps(cache))
+    cache.join(arriving)
+    check(cache)
+    cache.select([0, 1, 2])
     target.layers[0] = DynamicIndexedLayer()
     cache.truncate([6, 6, 6])
     unpack_into(cache, target)

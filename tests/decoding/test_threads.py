@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from conftest import Tiny, prompt, ragged
 from recurrent_models import shared_recurrent
 from running import fingerprint, needed
 
+from hf_spec import share_steps
 from hf_spec.core import verify
 from hf_spec.core.memory import RUNNING
 from hf_spec.methods.registry import methods
@@ -33,15 +35,18 @@ def calls(names: Iterable[str]) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_strategy(fresh: Tiny) -> None:
-    """With an untrained adapter of every type that needs one, all of them active."""
+@pytest.mark.parametrize("shares", [False, True])
+def test_every_strategy(fresh: Tiny, shares: bool) -> None:
+    """With an untrained adapter of every type that needs one, all of them active; ``shares``: calls
+    share their steps."""
     model = fresh("llama_tied")
     torch.manual_seed(2)
     names = [name for name, method in methods().items() if method.needs_adapter]
     for name in names:
         model.add_adapter(methods()[name].adapter_config(), adapter_name=name)
     model.set_adapter(names)
-    check_threads(model.eval(), calls(methods()))
+    with share_steps(model, max_rows=5) if shares else nullcontext():
+        check_threads(model.eval(), calls(methods()))
 
 
 def test_recurrent_layers() -> None:

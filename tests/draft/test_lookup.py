@@ -5,6 +5,7 @@ import torch
 from random_trees import GROUPS
 
 from hf_spec.core.tree import Row, Tree
+from hf_spec.core.verify import HostResult
 from hf_spec.draft.lookup import OTHERS, BatchLookup, Limits, merged
 
 #: What follows 5: 6, then 7; nothing follows the last token of the second row.
@@ -30,6 +31,19 @@ def test_other_answers_to_the_prompt_are_searched() -> None:
     equal = BatchLookup(Limits(), [[1, 2]] * 2)
     for _ in range(2):
         assert [row.tokens for row in equal.lookup([[1, 2, 7]] * 2, [True] * 2, 3)] == [[7]] * 2
+
+
+def test_sequences_that_join_keep_what_they_have_learned() -> None:
+    first, second = ([[5, 6, 7, 5]], [[1, 2, 3, 1], [4, 4]])
+    lookups, new = BatchLookup(Limits(), first), BatchLookup(Limits(), second)
+    texts = first + second
+    new.lookup(second, [True, True], 3)
+    new.observe(HostResult([[0], [0]], [[9], [4]], [0, 0]))  # a miss, and a hit
+    lookups.join(new)
+    found = lookups.lookup(texts, [True] * 3, 3)
+    assert [row.tokens[1:] for row in found] == [[6, 7, 5], [2, 3, 1], [4, 4, 4]]
+    chances = [max(row.probs[1:]) for row in found]
+    assert chances[1] < chances[0] < chances[2]
 
 
 def rows_of(tree: Tree) -> list[tuple[list[int], list[int]]]:

@@ -89,6 +89,25 @@ def test_rows_draw_what_they_draw_whatever_the_others_do() -> None:
     assert len({tuple(tokens) for tokens in one.values()}) == 3  # rows differ
 
 
+def test_rows_that_join_keep_their_numbers_and_temperatures() -> None:
+    def both() -> list[SamplingNoise]:
+        noises = [SamplingNoise(2, CPU, seeds=[1, 2]), SamplingNoise(1, CPU, 0.5, seeds=[3])]
+        for noise in noises:
+            noise.choose(scores(len(noise.rows)), 0)
+        return noises
+
+    parts, (noise, other) = both(), both()
+    noise.join(other)
+    for counts in ([1, 2, 1], [0, 1, 3]):
+        alone = torch.cat([part.ahead(4) for part in parts])
+        assert torch.equal(noise.ahead(4), alone)
+        assert torch.equal(noise.scaled(torch.ones(3, 2))[:, 0], torch.tensor([1, 1, 0.5]))
+        for part, own in zip((noise, *parts), (counts, counts[:2], counts[2:])):
+            part.advance(own)
+    noise.select([2, 0])
+    assert torch.equal(noise.ahead(4), torch.cat([part.ahead(4) for part in parts])[[2, 0]])
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_probabilities_that_are_not_finite(value: float) -> None:
     given = scores(2)

@@ -144,7 +144,7 @@ class SyntheticAcceptance(Acceptance):
             *given, hits = inputs
             return accept_at(tree, self.targets(tree.drafted, logits, given), hits)
 
-        key = "synthetic", self.scorer.key, None if noise is None else noise.temperature
+        key = "synthetic", self.scorer.key, None if noise is None else tuple(noise.temperatures)
         later = None if noise is None else self.ahead
         return VerifyProgram(key, accept, [*self.inputs(width), self._hits(tree, width)], later)
 

@@ -1,0 +1,355 @@
+"""Several calls of ``generate()`` that share their steps."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Hashable, Sequence
+from contextvars import Context, copy_context
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hf_spec.core.device import to_device
+from hf_spec.core.memory import memory
+from hf_spec.core.rows import FollowsRows, follows
+from hf_spec.core.stats import PHASES, SpecStats, Stopwatch
+from hf_spec.core.tree import Tree
+from hf_spec.core.verify import HostResult
+from hf_spec.decoding.acceptance import Acceptance
+from hf_spec.decoding.cache_reuse import CacheOwner
+from hf_spec.decoding.scoring import Scorer
+from hf_spec.decoding.sequences import Sequences, Snapshot
+from hf_spec.decoding.step import Steps
+from hf_spec.decoding.strategy import Strategy
+from hf_spec.draft.options import samples_drafts
+from hf_spec.modeling_patches.dynamic_rope import rope_ends
+from hf_spec.modeling_patches.linear_attention import recurrent_rules
+from hf_spec.modeling_patches.per_call import changing
+
+#: Statistics that a call has of the batch's steps while it had a share in them.
+OF_THE_BATCH = (*(f"{name}_seconds" for name in PHASES), "num_draft_forwards", "num_plain_steps")
+OF_STEPS = (*OF_THE_BATCH, "num_steps", "num_row_steps")
+
+# -- What the loop asks of a call, asked of several ------------------------------------------------
+#
+# A call keeps its sequences with their criteria and streamer, its processors, its statistics and
+# its errors. Cache, target, drafter, lookups and noise are of all rows: those of a call that
+# arrives join them.
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """A call whose prompt has run.
+
+    Attributes:
+        steps: its own, of which it takes no more.
+        error: what its streamer, a criterion or a processor has raised, or why it ends early.
+        context: in which these are called.
+        begun: statistics of the batch when the call joined it.
+        depends: what its cache's states depend on besides tokens, see :class:`TreeCache`.
+    """
+
+    steps: Steps
+    error: BaseException | None = None
+    context: Context = dataclasses.field(default_factory=copy_context)
+    begun: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        cache = self.steps.state.cache
+        self.depends = cache.inputs, cache.generated
+        self.steps.owner.cache = None  # it will be in that of all
+
+    @property
+    def sequences(self) -> Sequences:
+        """Its sequences."""
+        return self.steps.owner.sequences
+
+    @property
+    def scorer(self) -> Scorer:
+        """Its processors."""
+        return self.steps.acceptance.scorer
+
+
+class Place(NamedTuple):
+    """A row of the batch: a call, and one of its sequences."""
+
+    call: Call
+    sequence: int
+
+
+class CallSequences(FollowsRows):
+    """The sequences of several calls, of which the loop asks what it asks of :class:`Sequences`.
+
+    Attributes:
+        places: of each row of the batch.
+    """
+
+    of_rows = ("places",)
+
+    def __init__(self, call: Call):
+        self.places = [Place(call, row) for row in call.sequences.rows]
+        self._now: Snapshot | None = None
+        self._calls: dict[Call, list[int]] | None = None  # until rows come or leave
+
+    @property
+    def rows(self) -> range:
+        """The rows of the batch."""
+        return range(len(self.places))
+
+    @property
+    def calls(self) -> dict[Call, list[int]]:
+        """The rows of each call."""
+        if self._calls is None:
+            self._calls = {}
+            for row, (call, _) in enumerate(self.places):
+                self._calls.setdefault(call, []).append(row)
+        return self._calls
+
+    @property
+    def now(self) -> Snapshot:
+        """See :attr:`Sequences.now`."""
+        if self._now is None:
+            rows: list[Any] = [None] * len(self.places)
+            for call, own in self.calls.items():
+                for row, (tokens, active, remaining) in zip(own, zip(*call.sequences.now)):
+                    rows[row] = tokens, active and call.error is None, remaining
+            self._now = Snapshot(*(list(values) for values in zip(*rows)))
+        return self._now
+
+    @property
+    def eos(self) -> set[int]:
+        """Tokens that end a sequence of any call."""
+        return set().union(*(call.sequences.eos for call in self.calls))
+
+    def append(
+        self, result: HostResult, recorded: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> list[int]:
+        """See :meth:`Sequences.append`. What a call's streamer or criteria raise is its error."""
+        counts, self._now = [0] * len(self.places), None
+        for call, rows in self.calls.items():
+            if call.error is not None:
+                continue
+            own = HostResult(
+                [result.path[row] for row in rows], [result.tokens[row] for row in rows],
+                [result.num_probes[row] for row in rows],
+            )  # fmt: skip
+            shown = [
+                (logits[to_device(rows, logits.device)], scores[to_device(rows, scores.device)])
+                for logits, scores in recorded
+            ]
+            try:
+                found = call.context.run(call.sequences.append, own, shown)
+            except BaseException as error:  # also what ends a program: it is for that call's thread
+                call.error = error
+            else:
+                for row, count in zip(rows, found):
+                    counts[row] = count
+        return counts
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self._now = self._calls = None
+        for call, own in self.calls.items():
+            sequences = [self.places[row].sequence for row in own]
+            call.sequences.select([call.sequences.rows.index(one) for one in sequences])
+
+    def join(self, other: CallSequences) -> None:
+        super().join(other)
+        self._now = self._calls = None
+
+    def show(self, tree: Tree, result: HostResult) -> None:
+        """See :meth:`Sequences.show`. No streamer asks."""
+
+
+class CallScorer:
+    """The logits processors of several calls, of which the loop asks what it asks of
+    :class:`Scorer`."""
+
+    lockstep, key = False, None
+
+    def __init__(self, sequences: CallSequences):
+        self.sequences = sequences
+
+    @property
+    def stateful(self) -> list[str]:
+        """See :class:`Scorer`."""
+        return [name for call in self.sequences.calls for name in call.scorer.stateful]
+
+    @property
+    def trivial(self) -> bool:
+        """Whether scores are just the logits."""
+        return all(call.scorer.trivial for call in self.sequences.calls)
+
+    def __call__(
+        self, logits: Tensor, suffix: Tensor, active: Sequence[bool], drafting: bool = False
+    ) -> Tensor:
+        """See :meth:`Scorer.__call__`. What a call's processors raise is its error."""
+        groups: dict[Hashable, tuple[Call, list[int]]] = {}
+        for call, rows in self.sequences.calls.items():
+            scorer = call.scorer
+            alike = scorer.key if scorer.rowwise else None
+            groups.setdefault(alike or call, (call, []))[1].extend(rows)
+        scores = logits.float()
+        for call, rows in groups.values():
+            if call.error or call.scorer.trivial or not any(active[row] for row in rows):
+                continue
+            index = to_device(rows, logits.device)
+            given = scores[index], suffix[index], [active[row] for row in rows], drafting
+            try:
+                own = call.context.run(call.scorer, *given)
+            except BaseException as error:
+                call.error = error
+            else:
+                scores = scores.index_copy(0, index, own)
+        return scores
+
+
+def refusal(
+    strategy: Strategy, owner: CacheOwner, scorer: Scorer, several_ranks: bool = False
+) -> str | None:
+    """Why a call cannot share its steps; None if it can.
+
+    Args:
+        several_ranks: whether several processes decode together.
+    """
+    model, options, drafter = strategy.model, strategy.options, strategy.drafter
+    parts = [one for one in (drafter, drafter.predictor) if one is not None and not follows(one)]
+    reasons = {
+        "several processes decode together": several_ranks,
+        "its steps are recorded or compiled": strategy.graphs is not None,
+        "hooks or changed code of the model may tell rows or tokens apart": (
+            strategy.rows_stay or strategy.alone
+        ),
+        "its code runs with changes of another feature": changing(),
+        "its cache is the caller's": owner.callers,
+        "its cache is returned, with recurrent states": (
+            owner.wanted and bool(recurrent_rules(model))
+        ),
+        f"the state of {', '.join(scorer.stateful)} is of several rows": scorer.lockstep,
+        "earlier answers draft it (history)": options.history is not None,
+        "acceptance='typical' depends on what is drafted": options.acceptance == "typical",
+        "its draft tokens are sampled": samples_drafts(options, strategy.samples),
+        "rotary frequencies follow the longest sequence": bool(rope_ends(model)),
+        f"{', '.join(type(one).__name__ for one in parts)} defines select(), not join()": (
+            bool(parts)
+        ),
+        "the acceptance of draft tokens is a benchmark's": Acceptance in memory(model),
+        "its streamer looks at the steps": hasattr(owner.sequences.streamer, "see_step"),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def kind_of(steps: Steps) -> Hashable:
+    """Calls of one kind may share steps."""
+    strategy, drafter = steps.strategy, steps.strategy.drafter
+    return (
+        strategy.kind, strategy.samples, strategy.timed, strategy.lookup, steps.state.target.inputs,
+        drafter.kind_of_forward, tuple(map(id, drafter.beside)), steps.acceptance.records,
+    )  # fmt: skip
+
+
+class SharedSteps(Steps):
+    """Takes the steps of several calls of one kind.
+
+    Args:
+        first: one of them.
+    """
+
+    def __init__(self, first: Call):
+        own, strategy = first.steps, first.steps.strategy
+        own.settle()
+        self.sequences = CallSequences(first)
+        stats = SpecStats(strategy.method.name)
+        scorer: Any = CallScorer(self.sequences)
+        own.policy.stats = stats
+        # Each call keeps its noise, to give back what it does not need.
+        noise = copy.copy(own.state.noise)
+        state = dataclasses.replace(
+            own.state, sequences=self.sequences, process=scorer, stats=stats, noise=noise
+        )
+        acceptance = copy.copy(own.acceptance)
+        acceptance.scorer, acceptance.noise = scorer, noise
+        owner: Any = SimpleNamespace(sequences=self.sequences)
+        watch = Stopwatch(stats, strategy.model.device)
+        super().__init__(state, strategy, acceptance, own.policy, watch, owner, None, None)
+        first.begun = {**vars(stats)}
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that have rows in the batch."""
+        return list(self.sequences.calls)
+
+    def admit(self, call: Call) -> None:
+        """Have the rows of another call join."""
+        self.settle()
+        call.steps.settle()
+        sequences: Any = CallSequences(call)
+        call.steps.state.sequences, call.begun = sequences, {**vars(self.state.stats)}
+        self.strategy.run(self.state.join, call.steps.state)
+        self.policy.move(self.state.batch_size)
+
+    def take(self) -> None:
+        for call in self.calls:
+            call.steps.state.stats.num_steps += 1
+        super().take()
+
+    def release(self) -> list[Call]:
+        """Have the rows of calls leave that have ended; returns these calls. Of the others, rows of
+        finished sequences leave, too, unless the cache with them is returned."""
+        calls, stays = self.sequences.calls, [*self.sequences.now.active]
+        for call, rows in calls.items():
+            if call.steps.owner.wanted and any(stays[row] for row in rows):
+                for row in rows:
+                    stays[row] = True
+        if all(stays):
+            return []
+        for call, rows in calls.items():
+            if call.error is None and not any(stays[row] for row in rows):
+                self._give_back(call, rows)
+        if any(stays):
+            self.select(places_taken(stays))
+        else:
+            self.sequences.select([])
+        ended = [call for call in calls if call not in set(self.calls)]
+        for call in ended:
+            self._tell(call)
+        return ended
+
+    def _give_back(self, call: Call, rows: Sequence[int]) -> None:
+        """Give a call its cache, if it is returned."""
+        owner = call.steps.owner
+        if owner.wanted:
+            order = sorted(rows, key=lambda row: self.sequences.places[row].sequence)
+            owner.cache = self.state.cache.copied(order)
+            owner.cache.inputs, owner.cache.generated = call.depends
+
+    def _tell(self, call: Call) -> None:
+        """Add to a call's statistics what is known of the batch's steps alone."""
+        stats, batch = call.steps.state.stats, vars(self.state.stats)
+        since = {name: batch[name] - call.begun[name] for name in OF_STEPS}
+        for name in OF_THE_BATCH:
+            vars(stats)[name] += since[name]
+        stats.other_seconds -= sum(since[f"{name}_seconds"] for name in PHASES)
+        stats.details = {
+            name: value
+            for part in (self.state.drafter, self.policy)
+            for name, value in part.details().items()
+        }
+        stats.details["shared"] = {"rows": since["num_row_steps"] / max(since["num_steps"], 1)}
+
+    def _record(self, row: int, *counts: int) -> None:
+        super()._record(row, *counts)
+        self.sequences.places[row].call.steps.state.stats.record(*counts)
+
+
+def places_taken(active: Sequence[bool]) -> list[int]:
+    """The rows that a batch keeps, in their new order: the last ones take the places of those that
+    have finished, so that few move."""
+    left = sum(active)
+    rows, behind = list(range(left)), [row for row in range(left, len(active)) if active[row]]
+    for row in range(left):
+        if not active[row]:
+            rows[row] = behind.pop()
+    return rows

@@ -1,0 +1,342 @@
+"""Calls of ``generate()`` in several threads share their steps: :func:`share_steps`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import nn
+from transformers import GenerationMixin
+
+from hf_spec.core.checks import check_count
+from hf_spec.core.memory import locked, memory
+from hf_spec.decoding.shared import Call, SharedSteps, kind_of
+from hf_spec.decoding.step import Steps
+from hf_spec.modeling_patches.modules import unwrapped
+
+# -- Turns: prompts and steps run one after the other ----------------------------------------------
+
+
+class Turns:
+    """Lets one thread at a time run, in the order in which they come.
+
+    Attributes:
+        holder: the thread whose turn it is; None if it is nobody's.
+    """
+
+    def __init__(self) -> None:
+        self.holder: int | None = None
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()  # the first one has its turn
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait for a turn, which the block is."""
+        turn = object()
+        try:
+            with self._changed:
+                self._waiting.append(turn)
+                self._changed.wait_for(lambda: self._waiting[0] is turn)
+                self.holder = threading.get_ident()
+            yield
+        finally:
+            with self._changed:
+                if turn in self._waiting:  # else it was interrupted before
+                    self.holder = None if self._waiting[0] is turn else self.holder
+                    self._waiting.remove(turn)
+                self._changed.notify_all()
+
+
+# -- What a thread has set, without which its forwards would compute other numbers -----------------
+
+
+class ThreadState(NamedTuple):
+    """Settings of PyTorch that are a thread's own."""
+
+    inference: bool
+    autocast: tuple[str, bool, torch.dtype, bool]
+    stream: Any  # of CUDA; None elsewhere
+
+    @classmethod
+    def of_this(cls, device: torch.device) -> ThreadState:
+        """Those of this thread; ``device``: of the model."""
+        kind, stream = device.type, None
+        if kind == "cuda":
+            stream = torch.cuda.current_stream(device)
+        return cls(
+            torch.is_inference_mode_enabled(),
+            (
+                kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind),
+                torch.is_autocast_cache_enabled(),
+            ),
+            stream,
+        )  # fmt: skip
+
+    @contextmanager
+    def taken_over(self) -> Iterator[None]:
+        """Within the block this thread has them."""
+        kind, enabled, dtype, cache = self.autocast
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.no_grad())
+            if enabled:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
+            if self.stream is not None:
+                stack.enter_context(torch.cuda.stream(self.stream))
+            yield
+
+
+# -- A batch of calls, whose steps a thread of its own takes ---------------------------------------
+
+
+class _Running:
+    """A call that shares its steps, and what its thread waits for."""
+
+    def __init__(self, steps: Steps):
+        self.call, self.ended = Call(steps), threading.Event()
+
+    def wait(self) -> None:
+        """See :meth:`StepSharing.joined`."""
+        self.ended.wait()
+        raised, self.call.error = self.call.error, None
+        if raised is not None:
+            try:
+                raise raised
+            finally:
+                del raised  # whose traceback holds this frame
+
+
+class _Batch:
+    """Calls of one kind.
+
+    Attributes:
+        arrived: those that are to join.
+        running: those that are to be told when they have ended, by their calls.
+    """
+
+    def __init__(self, state: ThreadState):
+        self.state = state
+        self.arrived: list[_Running] = []
+        self.running: dict[Call, _Running] = {}
+        self._steps: SharedSteps | None = None
+
+    def step(self, arrived: list[_Running]) -> None:
+        """Have calls join, and take a step."""
+        for one in arrived:
+            if self._steps is None:
+                self._steps = SharedSteps(one.call)
+            else:
+                self._steps.admit(one.call)
+        steps = self._steps
+        assert steps is not None
+        self._release(steps)  # calls that were interrupted
+        if steps.calls:
+            steps.watch.step()  # waiting is no part of a step
+            steps.take()
+            self._release(steps)
+        if not steps.calls:
+            self._steps = None
+
+    def _release(self, steps: SharedSteps) -> None:
+        for call in steps.release():
+            self.running.pop(call).ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End all calls."""
+        for one in (*self.running.values(), *self.arrived):
+            one.call.error = one.call.error or error
+            one.ended.set()
+
+
+class _Room(NamedTuple):
+    """What a call takes: its thread, sequences and most tokens of each."""
+
+    thread: int
+    rows: int
+    length: int
+
+
+#: Of a model's :class:`StepSharing`, in what is kept for the model.
+_KEY = "sharing"
+
+
+class StepSharing:
+    """Has calls of ``generate()`` with a model share their steps; see :func:`share_steps`.
+
+    Attributes:
+        max_rows: most sequences at once.
+        max_cached_tokens: most tokens that there is room for in their caches; None: no limit.
+    """
+
+    def __init__(self, model: nn.Module, max_rows: int, max_cached_tokens: int | None):
+        self._model = ref(model)  # which keeps this
+        self.max_rows, self.max_cached_tokens = max_rows, max_cached_tokens
+        self.turns, self._process = Turns(), os.getpid()
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+        self._inside: dict[object, _Room] = {}
+        self._batches: dict[Hashable, _Batch] = {}
+
+    @classmethod
+    @locked
+    def of(cls, model: nn.Module) -> StepSharing | None:
+        """That of a model; None if its calls do not share their steps, or if one of them, whose
+        streamer or the like calls the model, is waited for in this thread."""
+        found: StepSharing | None = memory(model).get(_KEY)
+        if found is not None and found._process != os.getpid():
+            # The calls of the process that this one was forked from go on there.
+            found = memory(model)[_KEY] = cls(model, found.max_rows, found.max_cached_tokens)
+        return None if found is not None and found._is_within else found
+
+    @property
+    def _is_within(self) -> bool:
+        me, inside = threading.get_ident(), [*self._inside.values()]
+        return self.turns.holder == me or any(room.thread == me for room in inside)
+
+    @property
+    def rows(self) -> int:
+        """Sequences of the calls that run now."""
+        return sum(room.rows for room in self._inside.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that there is room for in their caches: as many for each sequence as the longest
+        may have."""
+        return self.rows * max((room.length for room in self._inside.values()), default=0)
+
+    def stop(self) -> None:
+        """Calls that begin from now on do not share their steps."""
+        if (model := self._model()) is not None:
+            memory(model).pop(_KEY, None)
+
+    def __enter__(self) -> StepSharing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @contextmanager
+    def admitted(self, rows: int, length: int) -> Iterator[None]:
+        """Wait until there is room for a call, first come, first served; it has it in the block.
+
+        Args:
+            rows: its sequences.
+            length: most tokens of each.
+        """
+        turn, room = object(), _Room(threading.get_ident(), rows, length)
+
+        def fits() -> bool:
+            if self._waiting[0] is not turn:
+                return False
+            longest = max((length, *(one.length for one in self._inside.values())))
+            all_rows, most = self.rows + rows, self.max_cached_tokens
+            return not self._inside or (
+                all_rows <= self.max_rows and (most is None or all_rows * longest <= most)
+            )
+
+        try:
+            with self._changed:
+                self._waiting.append(turn)
+                self._changed.wait_for(fits)
+                self._waiting.popleft()
+                self._inside[turn] = room
+                self._changed.notify_all()
+            yield
+        finally:
+            with self._changed:
+                self._inside.pop(turn, None)
+                if turn in self._waiting:
+                    self._waiting.remove(turn)
+                self._changed.notify_all()
+
+    @contextmanager
+    def joined(self, steps: Steps) -> Iterator[Callable[[], None]]:
+        """Have a call's steps taken with those of others. Gives what waits for its end, and raises
+        what its streamer, criteria, processors or forwards have raised; if the block ends before,
+        as by an interrupt, the call leaves."""
+        state = ThreadState.of_this(steps.state.root.device)
+        own, key = _Running(steps), (kind_of(steps), state)
+        try:
+            with self._changed:
+                if key not in self._batches:
+                    batch = _Batch(state)
+                    # It ends with its last call, and with the program.
+                    threading.Thread(
+                        target=self._take_steps, args=(key, batch), daemon=True
+                    ).start()
+                    self._batches[key] = batch
+                self._batches[key].arrived.append(own)
+            yield own.wait
+        finally:
+            if not own.ended.is_set():
+                own.call.error = InterruptedError("the call has ended")
+
+    def _take_steps(self, key: Hashable, batch: _Batch) -> None:
+        """Take the steps of a batch until it is empty."""
+        try:
+            with batch.state.taken_over():
+                while self._step(key, batch):
+                    pass
+        except BaseException as error:  # of a forward
+            with self._changed:
+                del self._batches[key]
+            batch.fail(error)
+
+    def _step(self, key: Hashable, batch: _Batch) -> bool:
+        """Take a step; returns whether there may be another one."""
+        with self._changed:
+            if not (batch.arrived or batch.running):
+                del self._batches[key]
+                return False
+        with self.turns.taken():
+            with self._changed:
+                arrived, batch.arrived = batch.arrived, []
+                batch.running.update((one.call, one) for one in arrived)
+            batch.step(arrived)
+        return True
+
+
+def share_steps(
+    model: nn.Module, max_rows: int = 32, max_cached_tokens: int | None = None
+) -> StepSharing:
+    """From now on, calls of ``model.generate`` with a strategy share their steps, whichever threads
+    they are in: a call runs its prompt, then joins those that run, and leaves as it ends.
+
+    Each call gives what it gives alone, and keeps its options, streamer and errors. Calls share
+    with those of the same strategy and its options. One that cannot share runs as before;
+    ``last_stats(model).details["shared"]`` says why. Streamers, criteria and processors are called
+    in another thread, in the context (:mod:`contextvars`) of their call.
+
+    Args:
+        model: the model, or a ``PeftModel`` or the like around it.
+        max_rows: most sequences at once. Calls wait for room before their prompts run, first come,
+            first served; one that alone is larger waits until no other runs.
+        max_cached_tokens: the same for the tokens that there is room for in their caches: as many
+            for each sequence as the longest prompt with its longest answer has.
+
+    Returns:
+        What ends the sharing: by ``stop()``, or at the end of a ``with`` block.
+
+    Raises:
+        ValueError: it is no model that generates, a limit is below 1, or its calls already share
+            their steps.
+    """
+    inner = unwrapped(model)
+    if not isinstance(inner, GenerationMixin):
+        raise ValueError(f"share_steps({model!r}): give the model whose generate() is called.")
+    check_count("max_rows", max_rows, 1)
+    if max_cached_tokens is not None:
+        check_count("max_cached_tokens", max_cached_tokens, 1)
+    sharing = StepSharing(inner, max_rows, max_cached_tokens)
+    if memory(inner).setdefault(_KEY, sharing) is not sharing:
+        raise ValueError(
+            f"calls of this {type(inner).__name__} already share their steps: stop() what "
+            "share_steps() has returned first."
+        )
+    return sharing

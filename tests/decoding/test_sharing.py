@@ -1,0 +1,427 @@
+"""Calls of several threads that share their steps: the switch, its limits, and errors."""
+
+import gc
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from conftest import CLOSE, Tiny, prompt, shared
+from peft import LoraConfig, get_peft_model
+from processors import Criterion, Fails, Failure, Matcher, Processor
+from running import CAPTURED, drafting
+from test_shared import GREEDY, LOOKUP, SKIPPING, of_all, requests
+
+import hf_spec
+from hf_spec import RolloutHistory, StepSharing, last_stats, share_steps
+from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.decoding.shared import SharedSteps
+from hf_spec.draft.drafter import Drafter
+from hf_spec.methods.prompt_lookup import PromptLookupDrafter
+from hf_spec.modeling_patches.modules import CACHE
+
+#: Seconds after which a test fails that should not wait.
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def model() -> Any:
+    return shared("llama_tied")
+
+
+@pytest.fixture
+def sharing(model: Any) -> Iterator[StepSharing]:
+    with share_steps(model) as found:
+        yield found
+    assert StepSharing.of(model) is None
+    assert not found.rows and not found.cached_tokens
+    wait_until(lambda: not found._batches)
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each shared step."""
+    found, take = [], SharedSteps.take
+
+    def noted(self: SharedSteps) -> None:
+        found.append(self.state.batch_size)
+        take(self)
+
+    monkeypatch.setattr(SharedSteps, "take", noted)
+    return found
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@contextmanager
+def at_once(
+    sharing: StepSharing, model: Any, requests: Sequence[dict[str, Any]]
+) -> Iterator[list[Future[Any]]]:
+    """Calls of a thread each, none of which takes a step before the prompts of all have run."""
+    with ThreadPoolExecutor(len(requests)) as pool:
+        with sharing.turns.taken():
+            calls = []
+            for number, request in enumerate(requests, 1):  # in this order
+                calls.append(pool.submit(lambda own=request: model.generate(**own)))
+                wait_until(lambda number=number: len(sharing.turns._waiting) > number)
+        yield calls
+
+
+def outcomes(calls: Sequence[Future[Any]]) -> list[Any]:
+    """Their tokens; or the classes of their errors."""
+    return [
+        type(call.exception()) if call.exception(PATIENCE) else call.result().tolist()
+        for call in calls
+    ]
+
+
+def plain(model: Any, requests: Sequence[dict[str, Any]]) -> list[Any]:
+    return [model.generate(**one).tolist() for one in requests]
+
+
+# -- sharing ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [LOOKUP, SKIPPING], ids=["prompt_lookup", "layer_skip"])
+def test_calls_share_their_steps(
+    sharing: StepSharing, sizes: list[int], model: Any, spec: dict[str, Any]
+) -> None:
+    made = requests(**GREEDY)
+    wanted = plain(model, made)
+    with at_once(sharing, model, of_all(made, **spec)) as calls:
+        assert outcomes(calls) == wanted
+    assert max(sizes) == len(made) + 1  # one of them has two rows
+    stats = last_stats(model)
+    assert stats.details["shared"]["rows"] > 1 and stats.num_row_steps
+    assert stats.total_seconds > stats.forward_seconds > 0
+
+
+def test_calls_of_other_kinds_share_with_their_own(
+    sharing: StepSharing, sizes: list[int], model: Any
+) -> None:
+    """Other strategies and options, autocast and inference mode."""
+    made = requests(**GREEDY)[:2]
+    kinds = [LOOKUP, SKIPPING, drafting("prompt_lookup", max_matches=2)]
+    both = [{**one, **spec} for spec in kinds for one in made]
+    with at_once(sharing, model, both) as calls:
+        assert outcomes(calls) == plain(model, made) * 3
+    assert max(sizes) == 2
+    sizes.clear()
+    settings = [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), torch.no_grad]
+
+    class Within:
+        """A model whose calls are within a block, in turns of three."""
+
+        def generate(self, within: Any, **given: Any) -> torch.Tensor:
+            with within():
+                return model.generate(**given)
+
+    inside = [{**one, **LOOKUP, "within": one_of} for one_of in settings for one in made]
+    with at_once(sharing, Within(), inside) as calls:
+        found = outcomes(calls)
+    assert found == [Within().generate(**one).tolist() for one in inside]
+    assert max(sizes) == 2 and found[:2] == found[4:] == plain(model, made)
+
+
+def test_a_lone_call_draws_what_plain_generation_draws(sharing: StepSharing, model: Any) -> None:
+    given = {"input_ids": prompt(9), "max_new_tokens": 12, "do_sample": True, "temperature": 1.5}
+    found = []
+    for spec in ({}, LOOKUP):
+        torch.manual_seed(3)
+        found.append((model.generate(**given, **spec).tolist(), torch.rand(1).item()))
+    assert found[0] == found[1]
+    assert last_stats(model).details["shared"] == {"rows": 1.0}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "recorded": (CAPTURED, "recorded or compiled"),
+    "typical": (drafting("prompt_lookup", acceptance="typical"), "typical"),
+    "history": (drafting("prompt_lookup", history=RolloutHistory()), "history"),
+    "rejection": (
+        {**drafting("layer_skip", skip_attention=[1], acceptance="rejection"), "do_sample": True},
+        "draft tokens are sampled",
+    ),
+    "grammars": (
+        {"input_ids": prompt(5, 2), "logits_processor": [Matcher()]}, "Matcher is of several rows",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_share_runs_as_before(
+    sharing: StepSharing, sizes: list[int], model: Any, case: str
+) -> None:
+    more, why = REFUSED[case]
+    given = {"input_ids": prompt(9), "max_new_tokens": 6, **GREEDY, **LOOKUP, **more}
+    model.generate(**given)
+    found = last_stats(model).details["shared"]
+    assert re.search(why, found["alone"]) and not sizes
+
+
+def test_a_drafter_of_a_users_own(
+    sharing: StepSharing, sizes: list[int], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose sequences leave by its code, and cannot join."""
+    given = {"input_ids": prompt(9), "max_new_tokens": 6, **GREEDY, **LOOKUP}
+    monkeypatch.setattr(PromptLookupDrafter, "select", Drafter.select, raising=False)
+    model.generate(**given)
+    why = "PromptLookupDrafter defines select(), not join()"
+    assert last_stats(model).details["shared"] == {"alone": why} and not sizes
+    monkeypatch.setattr(PromptLookupDrafter, "join", Drafter.join, raising=False)
+    model.generate(**given)
+    assert last_stats(model).details["shared"] == {"rows": 1.0}
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", "gemma3"])
+def test_outputs_of_their_own(sizes: list[int], architecture: str) -> None:
+    """Scores, logits, statistics, and caches, also of rows that ended before others; a cache of the
+    caller's is gone on with alone."""
+    model = shared(architecture)
+    returned = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    made = of_all(requests(longest=20, **GREEDY), **returned)
+    for number in (2, 3):
+        made[number] |= {"eos_token_id": 9, "repetition_penalty": 1.5}
+    wanted = [model.generate(**one) for one in made]
+    with share_steps(model) as sharing:
+        with at_once(sharing, model, of_all(made, **LOOKUP)) as calls:
+            found = [call.result(PATIENCE) for call in calls]
+        assert max(sizes) == len(made) + 1
+        for ours, theirs, one in zip(found, wanted, made):
+            assert ours.sequences.tolist() == theirs.sequences.tolist()
+            assert bool(ours.logits[0].any(-1).all())
+            for name in ("logits", "scores"):
+                for own, other in zip(ours[name], theirs[name], strict=True):
+                    real = torch.isfinite(other) & (own != 0)  # what has ended has none
+                    torch.testing.assert_close(own[real], other[real], **CLOSE)
+            stats = ours.spec_stats
+            assert stats.num_generated_tokens == sum(stats.accepted_histogram.elements())
+            assert stats.details["shared"]["rows"] > 1
+            ids = torch.cat([ours.sequences, prompt(3, len(ours.sequences))], 1)
+            mask = torch.ones_like(ids)
+            mask[:, : one["input_ids"].shape[1]] = one.get("attention_mask", torch.tensor(1))
+            again = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, **GREEDY}
+            later = model.generate(**again, **LOOKUP, **{CACHE: ours[CACHE]})
+            assert last_stats(model).details["shared"] == {"alone": "its cache is the caller's"}
+            assert later.tolist() == model.generate(**again).tolist()
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limits", [{"max_rows": 2}, {"max_cached_tokens": 40}], ids=str)
+def test_calls_wait_for_room_in_the_order_in_which_they_come(
+    model: Any, sizes: list[int], limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [
+        {"input_ids": prompt(12, seed=seed), "max_new_tokens": 8, **GREEDY, **LOOKUP}
+        for seed in range(6)
+    ]
+    made[3]["max_new_tokens"] = 40  # more than there ever is room for, which runs alone
+    began: list[int] = []
+    with share_steps(model, **limits) as sharing, ThreadPoolExecutor(len(made)) as pool:
+        calls = []
+
+        class Begins(Fails):
+            """Notes when the first token of a call comes, and how many rows run then."""
+
+            def put(self, value: Any) -> None:
+                if self.calls == 1:
+                    began.append(self.number)
+                    assert sharing.rows <= 2
+                self.calls += 1
+
+            def end(self) -> None: ...
+
+        with sharing.turns.taken():
+            for number, one in enumerate(made):
+                streamer = Begins(None)
+                streamer.number = number
+                before = len(sharing.turns._waiting) + len(sharing._waiting)
+                calls.append(pool.submit(lambda own=one, to=streamer: model.generate(
+                    **own, streamer=to
+                )))  # fmt: skip
+                wait_until(
+                    lambda: len(sharing.turns._waiting) + len(sharing._waiting) > before  # noqa: B023
+                )
+            assert sharing.rows == 2
+        found = outcomes(calls)
+    assert found == plain(model, [{**one, "assistant_strategy": None} for one in made])
+    assert max(sizes) == 2 and began == list(range(6))
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def failing(kind: str) -> dict[str, Any]:
+    if kind == "streamer":
+        return {"streamer": Fails(4)}
+    if kind == "criterion":
+        return {"stopping_criteria": [Criterion(3)]}
+    return {"logits_processor": [Processor(3)]}
+
+
+@pytest.mark.parametrize("kind", ["streamer", "criterion", "processor"])
+def test_an_error_is_of_its_call_alone(
+    sharing: StepSharing, sizes: list[int], model: Any, kind: str
+) -> None:
+    made = of_all(requests(longest=16, **GREEDY), max_new_tokens=12)
+    wanted = plain(model, made)
+    for number in (1, 4):
+        made[number], wanted[number] = {**made[number], **failing(kind)}, Failure
+    with at_once(sharing, model, of_all(made, **LOOKUP)) as calls:
+        assert outcomes(calls) == wanted
+    assert max(sizes) == len(made) + 1
+
+
+def test_a_streamer_that_calls_the_model(model: Any) -> None:
+    """While its call has a turn, and all the room there is."""
+    given = {"input_ids": prompt(9), "max_new_tokens": 6, **GREEDY}
+    found: list[Any] = []
+
+    class Calls(Fails):
+        def put(self, value: Any) -> None:
+            found.append(model.generate(**given, **LOOKUP).tolist())
+
+        def end(self) -> None:
+            self.put(None)
+
+    with share_steps(model, max_rows=1), ThreadPoolExecutor(1) as pool:
+        call = pool.submit(lambda: model.generate(**given, **LOOKUP, streamer=Calls(None)))
+        wanted = call.result(PATIENCE).tolist()
+    assert len(found) == 8 and all(one == wanted for one in found)
+
+
+def test_an_interrupted_call_leaves(sharing: StepSharing, model: Any) -> None:
+    """Of the main thread, which a user interrupts while another one's call goes on."""
+
+    class Interrupts(Fails):
+        def put(self, value: Any) -> None:
+            self.calls += 1
+            if self.calls == 4:
+                wait_until(lambda: not sharing.turns._waiting or len(waits) > 0)
+                signal.raise_signal(signal.SIGINT)
+
+        def end(self) -> None: ...
+
+    waits = [True]
+    given = {"input_ids": prompt(9), "max_new_tokens": 40, **GREEDY}
+    wanted = model.generate(**given).tolist()
+    with ThreadPoolExecutor(1) as pool:
+        with sharing.turns.taken():
+            other = pool.submit(lambda: model.generate(**given, **LOOKUP, streamer=Interrupts(0)))
+            wait_until(lambda: len(sharing.turns._waiting) == 2)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(**{**given, "max_new_tokens": 100}, **LOOKUP)
+        assert other.result(PATIENCE).tolist() == wanted
+    assert model.generate(**given, **LOOKUP).tolist() == wanted
+
+
+def test_an_error_of_the_forward_is_of_all_and_the_next_call_works(
+    sharing: StepSharing, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = of_all(requests(3, **GREEDY), max_new_tokens=8)
+    commit, left = TreeCache.commit, [3]
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise Failure
+        commit(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch, at_once(sharing, model, of_all(made, **LOOKUP)) as calls:
+        patch.setattr(TreeCache, "commit", fails)
+        assert outcomes(calls) == [Failure] * 3
+        assert outcomes([calls[0]]) == [Failure]
+    assert plain(model, of_all(made, **LOOKUP)) == plain(model, made)
+
+
+def test_nothing_is_kept_of_a_call_that_ended(sharing: StepSharing, model: Any) -> None:
+    """While another one goes on."""
+    seen: list[Any] = []
+
+    class Quiet(Fails):
+        def put(self, value: Any) -> None: ...
+
+        def end(self) -> None: ...
+
+    class Looks(Quiet):
+        """Notes in a later step whether the streamer of the other call is there."""
+
+        def put(self, value: Any) -> None:
+            self.calls += 1
+            if self.calls == 9:
+                gc.collect()
+                seen.append(streamers[0]())
+
+    streamers: list[Any] = []
+
+    class Streaming:
+        def generate(self, kind: type[Fails], **given: Any) -> torch.Tensor:
+            streamers.append(ref(streamer := kind(None)))
+            return model.generate(**given, streamer=streamer)
+
+    made = [
+        {"input_ids": prompt(5), "max_new_tokens": 3, "kind": Quiet},
+        {"input_ids": prompt(9), "max_new_tokens": 30, "kind": Looks},
+    ]
+    with at_once(sharing, Streaming(), of_all(made, **GREEDY, **drafting("plain"))) as calls:
+        outcomes(calls)
+    assert seen == [None]
+
+
+# -- the switch ------------------------------------------------------------------------------------
+
+
+def test_a_model_in_a_wrapper(fresh: Tiny) -> None:
+    model = get_peft_model(fresh("llama"), LoraConfig(r=2, target_modules=["q_proj"])).eval()
+    given = {"input_ids": prompt(9), "max_new_tokens": 6, **GREEDY}
+    wanted = model.generate(**given).tolist()
+    with share_steps(model):
+        assert model.generate(**given, **LOOKUP).tolist() == wanted
+        assert last_stats(model).details["shared"] == {"rows": 1.0}
+    assert model.generate(**given, **LOOKUP).tolist() == wanted
+    assert "shared" not in last_stats(model).details
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"model": torch.nn.Linear(1, 1)}, r"share_steps\(Linear.*give the model whose generate"),
+        ({"max_rows": 0}, "max_rows=0: must be a whole number of at least 1"),
+        ({"max_cached_tokens": 1.5}, "max_cached_tokens=1.5: must be"),
+    ],
+    ids=["model", "rows", "tokens"],
+)
+def test_what_is_wrong_is_refused(model: Any, given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        hf_spec.share_steps(**{"model": model, **given})
+
+
+def test_calls_share_once(sharing: StepSharing, model: Any) -> None:
+    with pytest.raises(ValueError, match="already share their steps: stop"):
+        share_steps(model)
+
+
+def test_a_forked_process_shares_anew(sharing: StepSharing, model: Any) -> None:
+    """Whoever ran in its parent goes on there, and leaves no lock."""
+    sharing._process -= 1
+    with sharing.turns.taken():
+        found = StepSharing.of(model)
+        assert found is not sharing and found.max_rows == sharing.max_rows
+        given = {"input_ids": prompt(9), "max_new_tokens": 6, **GREEDY, **LOOKUP}
+        thread = threading.Thread(target=lambda: model.generate(**given))
+        thread.start()
+        thread.join(PATIENCE)
+    assert not thread.is_alive()
