@@ -77,10 +77,12 @@ class SuccessorTable(Holds):
     def __init__(self, vocab: int, size: int, device: torch.device):
         self.vocab, self.wanted, self.size = vocab, size, largest_prime(size)
         entries, width = vocab + (ORDERS - 1) * self.size, min(NUM_READ, vocab)
-        self.keys = torch.empty(entries + 1, dtype=torch.int64, device=device)
-        self.successors = torch.zeros(entries + 1, width, dtype=torch.int32, device=device)
-        self.log_probs = torch.zeros(entries + 1, width, dtype=torch.float16, device=device)
-        self.trusted, self.weights = to_device([TRUSTED, WEIGHTS], device)
+        with torch.inference_mode(False):  # written to in both modes
+            self.keys = torch.empty(entries + 1, dtype=torch.int64, device=device)
+            self.successors = torch.zeros(entries + 1, width, dtype=torch.int32, device=device)
+            self.log_probs = torch.zeros(entries + 1, width, dtype=torch.float16, device=device)
+            known = to_device([TRUSTED, WEIGHTS], device, torch.float32)
+            self.trusted, self.weights = known.unbind()
         self.clear()
 
     def clear(self) -> None:
