@@ -8,6 +8,8 @@
 #                 which it installs
 #   make test-latest  the tests with the newest release of everything but PyTorch, in .venv-latest
 #                 (TORCH=latest or TORCH=2.15.0: of PyTorch, too)
+#   make test-names  what recorded steps use of a PyTorch for CUDA that is not public is there, in .venv-names
+#                 (TORCH=2.12.*); no GPU is needed, and 7 GB of disk
 #   make sweep     every causal language model of Transformers with every strategy, and docs/guides/models.md
 #   make random    1,000 random calls of generate with a strategy and without (ARGS="--count 10000")
 #   make docs      the documentation site, in site/
@@ -23,10 +25,10 @@ STAMP = $(VENV)/.installed
 DEVELOPING = -e '.[all,serve]' --group dev
 ARGS ?=
 
-.PHONY: help venv demo test test-library test-tools test-avx2 test-all test-latest sweep random docs figures dist dist-check quality clean
+.PHONY: help venv demo test test-library test-tools test-avx2 test-all test-latest test-names sweep random docs figures dist dist-check quality clean
 
 help:
-	@sed -n '2,16s/^#\( *\)/\1/p' Makefile
+	@sed -n '2,18s/^#\( *\)/\1/p' Makefile
 
 venv: $(STAMP)
 
@@ -82,6 +84,15 @@ test-latest:
 	@$(BIN)/python -m pip list --format=freeze | grep -E '^(torch|transformers|peft|tokenizers|huggingface.hub)=='
 	$(PYTEST) $(ARGS)
 
+# From PyPI, whose PyTorch for Linux is that for CUDA.
+NAMES := .venv-names
+test-names: VENV := $(NAMES)
+test-names:
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade -e . pytest 'torch$(if $(filter-out latest,$(TORCH)),==$(TORCH))'
+	@$(BIN)/python -c 'import torch; print(torch.__version__); assert torch.version.cuda, "a PyTorch without CUDA"'
+	$(BIN)/python -m pytest -q tests/test_dependencies.py tests/target/test_captures.py -k "there or names" $(ARGS)
+
 sweep: $(STAMP)
 	$(PYTEST) -q tests/test_every_architecture.py --every-architecture --models-page
 
@@ -118,4 +129,4 @@ quality: $(STAMP)
 	@$(MAKE) --no-print-directory docs
 
 clean:
-	rm -rf $(VENV) $(LATEST) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(LATEST) $(NAMES) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -9,6 +9,9 @@ Drafters that are not trained for the model accept at the ``--rates`` given, whi
 Rows are measured by one other process, the most valuable first, and written as they come. A row
 that takes longer than its limit is given up, as is one that ends the process. The same command goes
 on where it was cut off. On a CPU it makes a dry run of every part with the shape ``tiny``.
+
+``--decide`` runs what decides whether steps are recorded by default (:mod:`gpu_checks`), in at most
+ten minutes, and says which conditions hold.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_checks import TESTS_SECONDS, decisive, print_verdict
 from gpu_model import RANDOM, TRANSFORMERS, Cell, Row, Way, What
 from gpu_worker import Worker
 from wide import SHAPES
@@ -71,6 +75,9 @@ def plan(args: argparse.Namespace) -> list[Cell]:
     at: Row = {"context": short}
     everywhere = LINEUP if cuda else LINEUP[:3]
 
+    if args.decide:
+        return decisive()
+
     def rows(ways: Iterable[tuple[str, Way]], **more: Any) -> list[Cell]:
         return [Cell(name, way, **more) for name, way in ways]
 
@@ -104,6 +111,8 @@ def plan(args: argparse.Namespace) -> list[Cell]:
 
 
 def limit_of(cell: Cell) -> float:
+    if cell.what == What.CHECK:
+        return LIMIT + TESTS_SECONDS * (cell.contender in ("the tests", "the default"))
     return COMPILING if cell.way == Way.COMPILED else LIMIT
 
 
@@ -212,6 +221,8 @@ def measure(
 
 def title(cell: Cell) -> str:
     """A cell in a few words."""
+    if cell.what == What.CHECK:
+        return f"check: {cell.contender}"
     words = [cell.contender, cell.way]
     words += [f"batch {cell.batch}"] * (cell.batch > 1) + [f"{cell.context} tokens"]
     words += [f"temperature {cell.temperature}"] * bool(cell.temperature) + ["LoRA"] * cell.lora
@@ -266,6 +277,7 @@ def print_results(results: Row) -> None:
 #: Arguments that results depend on.
 RESUMED = (
     "model", "shape", "adapter", "assistant", "rates", "dtype", "device", "new_tokens", "prompts",
+    "decide",
 )  # fmt: skip
 
 
@@ -286,7 +298,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--only", help="contenders, with commas")
     add("--new-tokens", type=int, default=new, help="default: %(default)s")
     add("--prompts", type=int, default=prompts, help="of batch 1 (default: %(default)s)")
-    add("--minutes", type=float, default=7.8, help="default: %(default)s")
+    add("--minutes", type=float, help="default: 7.8, with --decide 9.5")
+    add("--decide", action="store_true", help="whether steps may be recorded by default")
     add("--device", default="cuda" if cuda else "cpu", help="default: %(default)s")
     add("--dtype", default="bfloat16" if cuda else "float32", help="default: %(default)s")
     add("--output", type=Path, default=Path("gpu.json"), help="default: %(default)s")
@@ -294,6 +307,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--here", action="store_true", help="in this process, without limits")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.minutes is None:
+        args.minutes = 9.5 if args.decide else 7.8
     own = args.model == name
     if args.shape is None:
         args.shape = shape if own or args.model == RANDOM else ""
@@ -326,7 +341,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     def source(cells: Sequence[Cell], ends: float) -> Iterator[Row]:
         return messages(args, cells) if args.here else in_another_process(command, cells, ends)
 
-    print_results(measure(args, plan(args), source))
+    results = measure(args, plan(args), source)
+    print_results(results)
+    if args.decide:
+        print_verdict([(Cell(*row["cell"]), row) for row in results["rows"]])
     print(f"written to {args.output}")
 
 

@@ -49,12 +49,13 @@ class Way(StrEnum):
 
 class What(StrEnum):
     """What is measured: calls; launches and waits of a step; a forward over some tokens; attention
-    of one layer."""
+    of one layer; whether something works (:mod:`gpu_checks`)."""
 
     SPEED = "speed"
     COUNTS = "counts"
     FORWARD = "forward"
     LAYER = "layer"
+    CHECK = "check"
 
 
 def compiling(way: Way, device: torch.device) -> CompileConfig:

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from gpu_attention import layer, microseconds
+from gpu_checks import check
 from gpu_model import TRANSFORMERS, Cell, Row, Subject, Way, What, compiling
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -130,6 +131,8 @@ class Worker:
         free_memory()
         if cell.what == What.LAYER:
             return layer(cell, self.device, self.args.dtype, self.args.tune)
+        if cell.what == What.CHECK:
+            return check(cell.contender, self)
         run = getattr(self, cell.what)
         if cell.contender not in self.subject.synthetic:
             return {**run(cell), "synthetic": False}

@@ -57,9 +57,11 @@ if not _waits:
     from hf_spec.methods.registry import Method, register_method
     from hf_spec.methods.registry import methods as _methods
     from hf_spec.methods.space import SpaceConfig
+    from hf_spec.methods.token_recycling import TokenRecyclingConfig, save_table
     from hf_spec.modeling_patches import generation_mode as _generation_mode
     from hf_spec.modeling_patches.generation_mode import warn_of_newer as _warn_of_newer
     from hf_spec.target.packed_weights import pack_weights
+    from hf_spec.target.recording import record
 
     _warn_of_newer()
     _generation_mode.register(
@@ -113,6 +115,7 @@ __all__ = [
     "SpecStats",
     "StepSharing",
     "DraftOptions",
+    "TokenRecyclingConfig",
     "TokenTree",
     "Tree",
     "benchmark",
@@ -120,7 +123,9 @@ __all__ = [
     "last_stats",
     "merge_adapter",
     "pack_weights",
+    "record",
     "register_method",
+    "save_table",
     "share_steps",
     "strategies",
     "unmerge_adapter",

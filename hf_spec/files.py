@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import sqlite3
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,6 +74,27 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def staging(folder: Path) -> Iterator[Path]:
+    """Give a temporary folder, whose files and subfolders move to ``folder`` after the block,
+    unless it raises."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=folder, prefix=".writing-", ignore_cleanup_errors=True
+    ) as name:
+        temporary = Path(name)
+        with writing(folder):
+            yield temporary
+        umask = os.umask(0)
+        os.umask(umask)
+        for path in sorted(temporary.rglob("*")):
+            if path.is_file():
+                target = folder / path.relative_to(temporary)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.chmod(path, 0o666 & ~umask)  # some libraries write private files
+                os.replace(path, target)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import prompt
+from conftest import VOCAB, prompt
 from peft import get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
@@ -25,6 +25,10 @@ SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
+
+
+#: Names of tensors of any tokens.
+TOKENS = ("contexts", "successors")
 
 
 def as_in_papers(kind: Any) -> dict[str, int]:
@@ -53,10 +57,11 @@ def randomise(model: Any, peft_type: str, std: float = 0.15, seed: int = 0) -> d
     """Fill the active adapter of a type, so that it changes something; gives its weights."""
     generator = torch.Generator().manual_seed(seed)
     weights = find_active(model, peft_type).tensors()
-    for tensor in weights.values():
-        if not tensor.is_floating_point():
-            continue
-        tensor.data = (torch.randn(tensor.shape, generator=generator) * std).to(tensor)
+    for name, tensor in weights.items():
+        if tensor.is_floating_point():
+            tensor.data = (torch.randn(tensor.shape, generator=generator) * std).to(tensor)
+        elif name in TOKENS:
+            tensor.copy_(torch.randint(VOCAB, tensor.shape, generator=generator))
     return weights
 
 

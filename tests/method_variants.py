@@ -276,5 +276,6 @@ VARIANTS: dict[str, Variants] = {
             "paths": {"tree": [[0], [2], [0, 0], [0, 1], [0, 0, 0]], "lookup": True},
             "chain": {"tree": "chain", "max_depth": 3, "keep_table": False},
         },
+        configs={"table": {"num_entries": 300, "table_size": 2000}, "empty": {}},
     ),
 }  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.draft.grow import Frontier
 from hf_spec.methods.registry import get_method
@@ -43,6 +44,12 @@ def commit(
     path, zeros = torch.arange(max(counts)).expand(len(parts), -1), torch.zeros(len(parts)).long()
     result = StepResult(path, torch.tensor(counts), tokens, zeros, zeros, zeros, host)
     drafter.advance(result, states)
+
+
+def proposed(drafter: Any, state: Any) -> Tree:
+    """The trees of the step that begins, after one whose tokens the drafter knows already."""
+    drafter.step(state, None, grows=True)
+    return drafter.propose(state)
 
 
 def frontier(depth: int, tokens: Tensor, parents: Tensor | None = None) -> Frontier:

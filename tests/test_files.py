@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from hf_spec import files
-from hf_spec.files import write_atomically, writing
-from hf_spec.tools.hub.folder import staging
+from hf_spec.files import staging, write_atomically, writing
 from hf_spec.tools.training.distill import AnswerFolder
 
 

@@ -63,9 +63,9 @@ MESSAGES = [
     # options of strategies
     ("bench --strategy-kwargs prompt_lookup", "must be NAME=JSON"),
     ("bench --strategy-kwargs layer_skip={}", "a NAME that takes part"),
-    ("bench --strategy-kwargs prompt_lookup={", "not JSON"),
-    ("bench --strategy-kwargs 'prompt_lookup={\"max_ngram\": 0}'", "max_ngram"),
-    ("bench --strategy-kwargs 'prompt_lookup={\"color\": 1}'", "color"),
+    ("bench --strategy-kwargs token_recycling={", "not JSON"),
+    ("bench --strategy-kwargs 'token_recycling={\"table_size\": 0}'", "table_size"),
+    ("bench --strategy-kwargs 'token_recycling={\"color\": 1}'", "color"),
     ("distill --strategy-kwargs '{\"color\": 1}'", "has no option 'color'"),
     ("distill --strategy-kwargs '{\"acceptance\": \"typical\"}'", "changes the answers"),
     ("bench --strategy-kwargs '{\"color\": 1}'", "has no option 'color'"),

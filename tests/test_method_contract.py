@@ -459,9 +459,9 @@ def test_sampled_drafts_carry_their_distribution(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, variant: str
 ) -> None:
     """It is what processors make of the drafts' scores; they see the tokens drafted before."""
-    checked, propose = [], methods()[name].drafter.propose
+    checked, step = [], methods()[name].drafter.step
 
-    def watched(self: Any, state: Any) -> Any:
+    def watched(self: Any, state: Any, *given: Any) -> None:
         calls, process = [], state.process
 
         def spy(given: Any, suffixes: Any, active: Any, drafting: bool) -> Any:
@@ -470,16 +470,15 @@ def test_sampled_drafts_carry_their_distribution(
             return scores
 
         state.process = spy
-        tree = propose(self, state)
-        state.process = process
+        step(self, state, *given)
+        state.process, tree = process, state.grown
         for place, (suffixes, scores) in enumerate(calls, start=1):
             assert suffixes == tree.tokens[:, 1:place].tolist()
             assert torch.equal(tree.q[:, place], scores.softmax(-1))
             assert (tree.q[:, place].gather(1, tree.tokens[:, place : place + 1]) > 0).all()
             checked.append(place)
-        return tree
 
-    monkeypatch.setattr(methods()[name].drafter, "propose", watched)
+    monkeypatch.setattr(methods()[name].drafter, "step", watched)
     model, more = tiny("gemma2"), {"do_sample": True, "top_k": 5, "no_repeat_ngram_size": 2}
     with adapted(model, name, variant):
         torch.manual_seed(0)

@@ -1,10 +1,12 @@
 """Configurations of adapters: base model, predicted tokens, files beside the weights."""
 
+import filecmp
 import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
@@ -17,6 +19,7 @@ from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 
+from hf_spec.adapters.checkpoint import WEIGHTS
 from hf_spec.core.checks import (
     INSTALL,
     MAX_RANK,
@@ -30,7 +33,7 @@ from hf_spec.core.checks import (
     nearest,
     setting,
 )
-from hf_spec.files import read_json, write_atomically
+from hf_spec.files import read_json, staging, write_atomically
 from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.support import check_model, kv_shape
 from hf_spec.modeling_patches.weights import input_features, output_features, placement
@@ -125,6 +128,8 @@ def check_read_layers(model: nn.Module, layers: Sequence[int]) -> None:
 # `custom_generate/generate.py` does the same for `generate(custom_generate=...)`.
 
 CARD = "README.md"
+#: What was measured of the adapter.
+MEASURED = ("search.json", "training.json", "results.json")
 #: The library in the metadata of a card.
 OF_PEFT = re.compile(r"(\A---\n(?:(?!---\n).*\n)*?)library_name: peft\n")
 GENERATION, SHIM = "generation_config.json", "custom_generate/generate.py"
@@ -183,6 +188,21 @@ def write_companions(folder: str | os.PathLike[str], config_class: Any, shim: bo
         options = data.get("assistant_kwargs") or {}
         text = shim_text(data["assistant_strategy"], options, config_class.type_name)
         write_atomically(Path(folder) / SHIM, text)
+
+
+@contextmanager
+def replacing_adapter(folder: Path) -> Iterator[Path]:
+    """Give a temporary folder for an adapter's config and weights, which move to ``folder`` after
+    the block, unless it raises. Companions stay there; what was measured of an adapter with other
+    weights is removed."""
+    with staging(folder) as temporary:
+        yield temporary
+        for path in (CARD, GENERATION, SHIM):  # which saving writes, too
+            (temporary / path).unlink(missing_ok=True)
+        old = folder / WEIGHTS
+        if old.is_file() and not filecmp.cmp(old, temporary / WEIGHTS, shallow=False):
+            for name in MEASURED:
+                (folder / name).unlink(missing_ok=True)
 
 
 # -- Base class of hf_spec's adapter configs, which are saved as `adapter_config.json` -------------

@@ -82,13 +82,21 @@ class Adapter(nn.Module):
         found.pop(FORMAT, None)
         return found
 
+    @property
+    def _prefix(self) -> str:
+        kind = type(self.config).type_name
+        return f"{CONTAINER}.{_key(kind)}.{prefix_of(kind)}"
+
+    def for_file(self) -> dict[str, Tensor]:
+        """Its tensors by the names that a file of weights has."""
+        prefix = PEFT_PREFIX + self._prefix
+        return {prefix + name: one.cpu().contiguous() for name, one in self.state_dict().items()}
+
     def from_file(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors of a file of weights, by their names in the state dict; a ValueError unless
         they are those of this adapter, and finite in the dtype of the model."""
-        kind = type(self.config).type_name
         stored = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in stored.items()}
-        prefix = f"{CONTAINER}.{_key(kind)}.{prefix_of(kind)}"
-        own = self.state_dict()
+        kind, prefix, own = type(self.config).type_name, self._prefix, self.state_dict()
         check_weights(kind, stored, {prefix + name: own[name] for name in own}, dtype)
         return {name: stored[prefix + name] for name in own}
 

@@ -1,5 +1,6 @@
 """Loading, naming, activating and merging adapters."""
 
+import copy
 import dataclasses
 import inspect
 import os
@@ -21,7 +22,7 @@ from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from hf_spec.adapters.checkpoint import CONFIG, WEIGHTS, Origin, read_weights, readable
-from hf_spec.adapters.config import SpecPeftConfig
+from hf_spec.adapters.config import SpecPeftConfig, replacing_adapter, write_companions
 from hf_spec.adapters.layer import Adapter, layer_of, layers_of
 from hf_spec.core.checks import UNFIT, explained
 from hf_spec.core.memory import locked, memory
@@ -196,6 +197,30 @@ def _read_unattached(base: Any, place: str) -> Adapter:
     adapter.requires_grad_(False)
     adapter.name, adapter.origin = place, origin
     return adapter
+
+
+def save_unattached(adapter: Adapter, folder: Path) -> None:
+    """Write an adapter that no model has: config, weights, and, unless they are there, the files
+    beside them. What was measured of one with other weights there is removed.
+
+    Raises:
+        ValueError: the folder holds an adapter of another type.
+    """
+    kind = type(adapter.config).type_name
+    found = read_json(folder / CONFIG, optional=True).get("peft_type", kind)
+    if found != kind:
+        raise ValueError(
+            f"{str(folder)!r} holds an adapter of type {found}, in whose place one of type {kind} "
+            "would be written. Choose another folder."
+        )
+    from safetensors.torch import save_file
+
+    config = copy.copy(adapter.config)
+    config.inference_mode = True
+    with replacing_adapter(folder) as temporary:
+        save_file(adapter.for_file(), temporary / WEIGHTS, metadata={"format": "pt"})
+        config.save_pretrained(temporary)
+    write_companions(folder, type(config))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from peft.mapping import (
@@ -175,6 +175,19 @@ class TrainingOutput(ModelOutput):
 
 #: Returns the training loss of an adapter on the base model: the fields of `TrainingOutput`.
 Objective = Callable[[Any, Adapter, TrainingBatch], dict[str, torch.Tensor]]
+
+
+class Fit(Protocol):
+    """Makes an adapter in one pass over answers, without gradients."""
+
+    def __init__(self, model: Any, adapter: Adapter) -> None:
+        """Begin with the base model, and a new adapter or one to go on from."""
+
+    def learn(self, batch: TrainingBatch) -> None:
+        """Take in a batch; its anchors say nothing."""
+
+    def adapter(self) -> Adapter:
+        """A new adapter of what was learned so far."""
 
 
 def random_anchors(labels: torch.Tensor, count: int) -> torch.Tensor:

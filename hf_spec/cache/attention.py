@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Protocol, Self
 from weakref import ref
 
 import torch
@@ -241,8 +241,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 #: Views end on multiples of this many slots: fused attention kernels need aligned masks.
 ALIGNMENT = 16
-#: Capacities are multiples of this many slots, or powers of two from the second number on where
-#: code is compiled for each size.
+#: Capacities are multiples of this many slots, or sizes of an :class:`Allocator` from the second
+#: number on where code is compiled for each size.
 STEP, SMALLEST = 64, 256
 #: Layers share a buffer unless it would have more than this share of all slots' bytes, and more
 #: than this many bytes: while one cache is moved into another, both hold one buffer's states.
@@ -251,8 +251,17 @@ SHARE, LARGE = 1 / 16, 2**23
 #: a step's nodes behind all tokens.
 GROWTH, NODES = 256, 64
 
-#: Allocates a buffer of the given shape, dtype and device.
-Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
+
+class Allocator(Protocol):
+    """Allocates buffers for code that is made for each size of them, and for their places."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer of finite values."""
+
+    def sized(self, slots: int) -> int:
+        """The least capacity that recurs and has so many slots."""
+
+
 #: Selects this process's heads from learned states ``(kv_heads, slots, head_dim)``.
 HeadSelector = Callable[[Tensor, int], Tensor]
 #: A layer's index and ``keys``, ``values`` or ``indexer_keys``.
@@ -274,14 +283,14 @@ class AttentionStates:
 
     Args:
         layers: the layers, which get views of the buffers.
-        allocate: see :meth:`allocate_by`.
+        allocator: see :meth:`allocate_by`.
 
     Attributes:
         limit: tokens that no row will exceed; None if that is not known.
     """
 
     def __init__(
-        self, layers: Sequence[AttentionLayer], batch_size: int, allocate: Allocate | None = None
+        self, layers: Sequence[AttentionLayer], batch_size: int, allocator: Allocator | None = None
     ):
         self.layers = list(layers)
         self.batch_size = batch_size  # rows in use; those dropped come after them
@@ -292,7 +301,7 @@ class AttentionStates:
         self.traced = False  # whether this is what a graph sees, see traced_with
         self.limit: int | None = None
         self._groups: list[tuple[Tensor, list[BufferKey]]] = []
-        self.allocate_by(allocate)
+        self.allocate_by(allocator)
         #: What :meth:`flat` has made, and for which slots.
         self._flat: tuple[Tensor, dict[tuple[int, int, torch.device], Tensor]] | None = None
 
@@ -312,10 +321,14 @@ class AttentionStates:
             return capacity
         return min(capacity, -(-(window - 1 + room) // STEP) * STEP)
 
-    def allocate_by(self, allocate: Allocate | None) -> None:
-        """Set what allocates buffers, whose values must be finite, for compiled code: their sizes
-        then recur, and one holds all layers of equal shape. None: where nothing is compiled."""
-        self._new, self._recur = allocate or zeros, allocate is not None
+    def allocate_by(self, allocator: Allocator | None) -> None:
+        """Set what allocates buffers for compiled code: their sizes then recur, and one holds all
+        layers of equal shape. None: where nothing is compiled."""
+        self._allocator, self._recur = allocator, allocator is not None
+
+    def _new(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        make = zeros if self._allocator is None else self._allocator.allocate
+        return make(shape, dtype, device)
 
     def allocate(self, kinds: dict[BufferKey, Signature]) -> Iterator[list[BufferKey]]:
         """Allocate buffers for layers' keys and values, one after the other. Gives those of each,
@@ -381,7 +394,9 @@ class AttentionStates:
 
     def _sized(self, slots: int) -> int:
         """The capacity for so many slots."""
-        return max(SMALLEST, bucket(slots)) if self._recur else -(-slots // STEP) * STEP
+        if self._allocator is None:
+            return -(-slots // STEP) * STEP
+        return max(SMALLEST, self._allocator.sized(slots))
 
     def release(self) -> list[Tensor]:
         """Return the buffers for use by another cache, if any will have such; this one must not be
@@ -389,11 +404,11 @@ class AttentionStates:
         buffers, self._groups = [storage for storage, _ in self._groups], []
         return buffers if self._recur else []
 
-    def rehouse(self, allocate: Allocate | None) -> list[Tensor]:
+    def rehouse(self, allocator: Allocator | None) -> list[Tensor]:
         """Move everything into buffers of this allocator, see :meth:`allocate_by`; return the old
         buffers. If memory runs out, what has not moved stays where it is, and none are returned."""
         buffers = [storage for storage, _ in self._groups]
-        self.allocate_by(allocate)
+        self.allocate_by(allocator)
         try:
             self._resize(self._sized(self.capacity))
         except torch.OutOfMemoryError:

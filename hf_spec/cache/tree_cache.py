@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_spec.cache.attention import Allocate, AttentionLayer, AttentionStates, aligned, signature
+from hf_spec.cache.attention import Allocator, AttentionLayer, AttentionStates, aligned, signature
 from hf_spec.cache.recurrent import OpenBlock, RecurrentStates, StatefulCache
 from hf_spec.core import mask as masks
 from hf_spec.core.device import to_device
@@ -59,7 +59,7 @@ class TreeCache(StatefulCache):
         made_by: class and size of the model whose states it holds; None if nobody has said.
 
     Args:
-        allocate: see :meth:`AttentionStates.allocate_by`.
+        allocator: see :meth:`AttentionStates.allocate_by`.
         rules: the rule of each recurrent layer, by its index.
     """
 
@@ -67,10 +67,10 @@ class TreeCache(StatefulCache):
 
     def __init__(
         self, num_layers: int, batch_size: int, device: torch.device | str,
-        allocate: Allocate | None = None, rules: dict[int, Rule] | None = None,
+        allocator: Allocator | None = None, rules: dict[int, Rule] | None = None,
     ):  # fmt: skip
         super().__init__(layers=[AttentionLayer(self, index) for index in range(num_layers)])
-        self.states = AttentionStates(self.layers, batch_size, allocate)
+        self.states = AttentionStates(self.layers, batch_size, allocator)
         self.host_lengths = [0] * batch_size
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.tokens: list[list[int]] | None = None

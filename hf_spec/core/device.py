@@ -39,6 +39,11 @@ def is_async(device: torch.device) -> bool:
 # -- Recurring sizes: code is compiled for each shape ----------------------------------------------
 
 
-def bucket(count: int) -> int:
-    """The smallest power of two that is at least ``count``; 0 for 0."""
-    return 1 << (count - 1).bit_length() if count else 0
+def bucket(count: int, parts: int = 1) -> int:
+    """The smallest power of two that is at least ``count``; 0 for 0. With ``parts``, so many sizes
+    lie between a power of two and the next, that one included."""
+    if not count:
+        return 0
+    above = 1 << (count - 1).bit_length()
+    step = max(above // (2 * parts), 1)
+    return above if parts == 1 else -(-count // step) * step

@@ -53,3 +53,12 @@ def recall(model: Any, key: Hashable, make: Callable[[], T]) -> T:
 def forget(model: Any) -> None:
     """Forget everything that was learned about a model, so that calls can be compared."""
     memory(model).pop(_LEARNED, None)
+
+
+@locked
+def exchange(model: Any, learned: dict[Hashable, Any]) -> dict[Hashable, Any]:
+    """Go on with what was learned elsewhere; returns what was learned about a model so far."""
+    known = memory(model)
+    before: dict[Hashable, Any] = known.get(_LEARNED, {})
+    known[_LEARNED] = learned
+    return before

@@ -103,7 +103,7 @@ class SpecStats:
         return self.plain_seconds / self.total_seconds if self.plain_seconds else None
 
     def __str__(self) -> str:
-        """Up to six lines; what did not occur is left out."""
+        """Up to seven lines; what did not occur is left out."""
         name = f"{self.strategy}: " if self.strategy else ""
         total, tokens = self.total_seconds, self.num_generated_tokens
         lines = [
@@ -122,11 +122,13 @@ class SpecStats:
             )
         code = self.details.get("compiled")
         if code:
-            reasons = [*code["refused"], code.get("outside")]
-            why = f"; some ran without: {reasons[0]}" if reasons[0] else ""
-            lines.append(
-                f"{code['how']} steps: code ran {code['runs']} times, {code['made']} made{why}"
-            )
+            reasons = [*code["refused"], code.get("outside"), code.get("waits")]
+            named = next(filter(None, reasons), None)
+            why = f"; some ran without: {named}" if named else ""
+            how = f"{code['how']} steps{' by default' * code.get('by_default', False)}"
+            lines.append(f"{how}: code ran {code['runs']} times, {code['made']} made{why}")
+        if self.details.get("not_recorded"):
+            lines.append(f"no step was recorded: {self.details['not_recorded']}")
         shares = self.acceptance_per_position[:SHOWN]
         if shares:
             bars = " ".join(f"{bar(share)} {share:.0%}" for share in shares)
@@ -202,6 +204,9 @@ class Stopwatch:
         stats: receives the times.
         device: device of the model.
         same: makes numbers equal in all processes that decode together.
+
+    Attributes:
+        waited: seconds of the last recorded step in which the host waited for the device.
     """
 
     def __init__(
@@ -212,6 +217,7 @@ class Stopwatch:
         self._same = same
         self._device = device
         self._began = time.perf_counter()
+        self.waited = self._waited = 0.0
         self._spent = dict.fromkeys(PHASES, 0.0)
         #: Phases that the device may not have finished: name, start event and end event.
         self._running: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -224,6 +230,13 @@ class Stopwatch:
         label = record_function(f"hf_spec.{name}") if _profiler_enabled() else nullcontext()
         with label, self._timed(name):
             yield
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block's time as :attr:`waited`, too."""
+        start = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - start
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -256,6 +269,7 @@ class Stopwatch:
             name, begun, ended = self._running.pop(0)
             self._spent[name] += begun.elapsed_time(ended) / 1000
         now = time.perf_counter()
+        self.waited, self._waited = self._waited, 0.0
         seconds, *phases = self._same([now - self._began, *self._spent.values()])
         self._began = now
         for name, spent in zip(PHASES, phases):

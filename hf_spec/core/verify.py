@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_spec.core.device import to_device
 from hf_spec.core.memory import RUNNING
 from hf_spec.core.tree import Tree
 
@@ -77,6 +78,12 @@ class StepResult(NamedTuple):
         if more <= 0:
             return self
         return self._replace(path=pad(self.path, (0, more)), tokens=pad(self.tokens, (0, more)))
+
+    def of_rows(self, rows: Sequence[int]) -> StepResult:
+        """The result of some of the batch's rows."""
+        tensors: Any = [one[to_device(rows, one.device)] for one in self[:-1]]
+        host: Any = self.host and [[part[row] for row in rows] for part in self.host]
+        return StepResult(*tensors)._replace(host=host and HostResult(*host))
 
     def packed(self) -> Tensor:
         """All that is on the device, as one tensor ``(batch, 4 + 2 (depth + 1))``."""

@@ -13,7 +13,7 @@ from hf_spec.cache.tree_cache import TreeCache, unpack_into
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.draft.state import DecodeState
 from hf_spec.modeling_patches.attention_masks import local_attention
-from hf_spec.modeling_patches.dynamic_rope import recompute_end
+from hf_spec.modeling_patches.dynamic_rope import DynamicRope, recompute_end
 from hf_spec.modeling_patches.fingerprint import ALIKE
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
 from hf_spec.modeling_patches.modules import CACHE
@@ -91,7 +91,7 @@ class CacheOwner:
     def _give_back(self, cache: TreeCache) -> None:
         cache.repair()
         start = self.start or cache.host_lengths
-        emitted, active = self.sequences.emitted, self.sequences.active
+        emitted, active = self.sequences.emitted, self.sequences.now.active
         most = [max(count - 1, 0) for count in emitted]  # the last token is not cached
         cached = [
             min(have - begin, end) for have, begin, end in zip(cache.host_lengths, start, most)
@@ -110,7 +110,7 @@ class CacheOwner:
         if cache.recurrent is not None:
             cache.recurrent.settle()
         if self.history is not None:
-            rows = zip(self.history, self.sequences.tokens, cache.host_lengths)
+            rows = zip(self.history, self.sequences.now.tokens, cache.host_lengths)
             cache.tokens = [(old + new)[:length] for old, new, length in rows]
         cache.states.limit = None
         if self.filled is None:
@@ -129,7 +129,7 @@ def new_tokens(
 ) -> list[list[int]]:
     """Each row's new tokens for a continued TreeCache, which is cut where the prompt differs."""
     cache, sequences = owner.given, owner.sequences
-    rows, width = sequences.tokens, sequences.width
+    rows, width = sequences.now.tokens, sequences.width
     _check_continued(cache, rows, model)
     cache.count_appended()
     seen = (
@@ -304,12 +304,10 @@ def begin_rope(target: Target, owner: CacheOwner) -> None:
         rope.recomputes = longest == sequences.width
 
 
-def advance_rope(state: DecodeState) -> None:
+def advance_rope(state: DecodeState, rope: DynamicRope) -> None:
     """Before a step, set the length that rotary frequencies follow, and compute the cache anew
     where plain generation does."""
-    rope, cache = state.target.rope, state.cache
-    if rope is None:
-        return
+    cache = state.cache
     left = min(n for n, active in zip(state.remaining, state.active) if active)
     rope.move(rope.last + 1 - left)
     if rope.recomputes and rope.length > rope.end:

@@ -38,6 +38,7 @@ from hf_spec.modeling_patches.support import (
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.captures import CUDA_GRAPHS
 from hf_spec.target.graphs import Graphs
+from hf_spec.target.recording import Call, Recording, is_asked
 
 # -- ``SpecConfig``: a generation configuration that names a strategy ------------------------------
 
@@ -268,10 +269,13 @@ def _stored(adapter: Adapter, strategy: str) -> StoredOptions:
 # accelerators unless ``disable_compile`` is set, and elsewhere only with a ``compile_config``. On
 # CUDA they are recorded as CUDA graphs, compiled or not: a ``compile_config`` with the backend
 # ``cudagraphs`` compiles nothing, so that it is a request by itself, whatever ``disable_compile``.
+# `hf_spec.record` asks for the same in all calls that have no request of their own.
 
 #: Value of ``cache_implementation``.
 STATIC = "static"
 
+#: Asks for records.
+RECORDED = CompileConfig(backend=CUDA_GRAPHS)
 #: Devices for which Transformers compiles by default.
 _ACCELERATORS = ("cuda", "xpu", "neuron", "tpu")
 
@@ -285,15 +289,16 @@ def ask_for_compiling(config: GenerationConfig) -> None:
 
 
 def graphs_for(
-    model: Any, config: GenerationConfig, drafter: Drafter, kind: Hashable, synced: bool = False
-) -> Graphs | None:
-    """Compiled code for a call's steps; None if they are not to be compiled.
+    model: Any, config: GenerationConfig, drafter: Drafter, kind: Hashable, call: Call
+) -> tuple[Graphs | None, Recording]:
+    """Compiled code for a call's steps, None if they are not to be compiled; and whether they are
+    recorded.
 
     Args:
         config: a config that :func:`ask_for_compiling` has processed.
-        drafter: the call's; it must not prune.
+        drafter: the call's; it must not prune where the call asks for compiled steps.
         kind: identifies its forwards: the strategy and its adapter.
-        synced: whether several ranks run the model together, on batches of their own.
+        call: what records depend on besides.
 
     Raises:
         ValueError: if it prunes, if ranks run together, or see :class:`Graphs`.
@@ -303,25 +308,27 @@ def graphs_for(
     static = getattr(config, "_static_steps", False)
     by_default = model.device.type in _ACCELERATORS or compile_config is not None
     compiles = static and by_default and not config.disable_compile
+    own = kind, drafter.kind_of_forward
     if not (records or compiles):
-        return None
+        recording = Recording.of(model, call)
+        return Graphs(model, RECORDED, own, recording) if recording.on else None, recording
     asked = f"cache_implementation={STATIC!r}"
     if records:
         asked = f"compile_config=CompileConfig(backend={CUDA_GRAPHS!r})"
-    if drafter.pruning is not None:
+    if call.prunes:
         raise ValueError(
             f"prune=True with {asked}: compiled and recorded steps have fixed shapes, and what is "
             "pruned differs from step to step. Leave one of the two out."
         )
-    if synced:
+    if call.synced:
         raise ValueError(
             f"synced_gpus=True (FSDP, DeepSpeed's stage 3) with {asked}: new code is tried by "
             "further forwards, for which ranks with other prompts would have to wait. Leave out "
             f"{asked}."
         )
-    graphs = Graphs(model, compile_config or CompileConfig(), (kind, drafter.kind_of_forward))
+    graphs = Graphs(model, compile_config or CompileConfig(), own)
     graphs.tell = getattr(config, "_tell_made", None)
-    return graphs
+    return graphs, graphs.recording
 
 
 def warm_up(
@@ -346,9 +353,9 @@ def warm_up(
         generation_config: as for ``generate``.
         progress: called with the number of graphs so far after each new graph.
         **kwargs: as for ``generate``: the strategy, its options, ``compile_config``, which on CUDA
-            may ask for records (``backend="cudagraphs"``). Without one, ``torch.compile`` uses
-            Transformers' defaults. Greedy steps are compiled, and with ``do_sample=True`` those of
-            calls that sample.
+            may ask for records (``backend="cudagraphs"``), as :func:`hf_spec.record` does. Without
+            either, ``torch.compile`` uses Transformers' defaults. Greedy steps are compiled, and
+            with ``do_sample=True`` those of calls that sample.
 
     Returns:
         The number of graphs that were made.
@@ -363,7 +370,8 @@ def warm_up(
     config = copy.deepcopy(generation_config or model.generation_config)
     config._warms_up = True
     given = {
-        "compile_config": CompileConfig(), "do_sample": False, **kwargs,
+        "compile_config": RECORDED if is_asked(unwrapped(model)) else CompileConfig(),
+        "do_sample": False, **kwargs,
         "cache_implementation": STATIC, "max_new_tokens": 8, "eos_token_id": None,
         "return_dict_in_generate": True,
     }  # fmt: skip

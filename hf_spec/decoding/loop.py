@@ -177,6 +177,7 @@ def decode(
         sharing = None if alone else sharing
     with ExitStack() as stack:
         stack.callback(owner.give_back)  # also after an error or interrupt
+        stack.push(strategy.after_shortage)
         if sharing is not None:
             stack.enter_context(sharing.admitted(rows, sequences.max_length))
         with nullcontext() if sharing is None else sharing.turns.taken():
@@ -184,7 +185,7 @@ def decode(
             if sharing is not None and _nested(steps):
                 sharing, alone = None, "what its forwards get may be of rows"
             take: Callable[[], None] = partial(_take_all, steps, synced_gpus)
-            if sharing is not None and any(sequences.active):
+            if sharing is not None and any(sequences.now.active):
                 take = stack.enter_context(sharing.joined(steps))
         prompt_seconds, times = watch.step(), steps.policy.setting.times  # of the whole batch
         take()
@@ -230,7 +231,7 @@ def _after_prompt(
     model, drafter = strategy.model, strategy.drafter
     rollouts, earlier, sequences = strategy.options.history, None, owner.sequences
     if rollouts is not None:
-        earlier = rollouts.begin(model, sequences.tokens, sequences.ids.device)
+        earlier = rollouts.begin(model, sequences.now.tokens, sequences.ids.device)
         seeds = earlier.seeds
     kind = memory(model).get(Acceptance, Acceptance)  # benchmarks may set another one
     acceptance = kind(config, strategy.options, scorer, seeds)
@@ -244,14 +245,15 @@ def _after_prompt(
     rows, context = cache.batch_size, max(cache.host_lengths).bit_length()
     history, lookups = History.of(model, strategy.options.lookup_history), None
     if strategy.lookup:
-        lookups = BatchLookup(Limits(), sequences.tokens, history, vocabulary(model))
+        lookups = BatchLookup(Limits(), sequences.now.tokens, history, vocabulary(model))
     policy = StepPolicy(
-        watch.stats, strategy.learned, (rows, context, str(model.device)), strategy.timed
-    )
+        watch.stats, strategy.learned, (rows, context, str(model.device)), strategy.timed,
+        strategy.recording.at_once,
+    )  # fmt: skip
     state = DecodeState(
         model, drafter, prefilled.target, cache, sequences, root=cache.lengths,
         do_sample=strategy.samples, process=scorer, stats=watch.stats, timed=strategy.timed,
-        draft_cost=policy.draft_cost, noise=acceptance.noise,
+        draft_cost=policy.draft_cost(), noise=acceptance.noise,
         lookups=lookups,
         prompt_part=config.prefill_chunk_size or DecodeState.prompt_part,
     )  # fmt: skip
@@ -259,7 +261,7 @@ def _after_prompt(
     # The prompt's hidden states are the drafter's from here on, who may drop them.
     steps.first(prefilled)
     if getattr(config, "_warms_up", False):
-        steps.device.warm()
+        steps.warm()
     return steps
 
 

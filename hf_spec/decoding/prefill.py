@@ -302,7 +302,7 @@ class Prompt:
         if self.graphs is None:
             cache.states.allocate_by(None)
         else:
-            cache.states.rehouse(self.graphs.allocate)
+            cache.states.rehouse(self.graphs)
         lengths = [length + count for length, count in zip(cache.host_lengths, new)]
         cache.states.limit = max(lengths) + self.budget
         counts, told = to_device([new, lengths], cache.lengths.device)
@@ -343,10 +343,9 @@ class Prompt:
         """The call's cache, from the states that the prompt's forward left; ``logits`` ``(batch,
         vocab)`` are on its main device."""
         owner, width = self.owner, self.input_ids.shape[1]
-        allocate = None if self.graphs is None else self.graphs.allocate
         rules, rows = recurrent_rules(self.model), len(logits)
         # The call's before it takes over anything, as this empties what may be the caller's.
-        cache = owner.cache = TreeCache(len(source.layers), rows, logits.device, allocate, rules)
+        cache = owner.cache = TreeCache(len(source.layers), rows, logits.device, self.graphs, rules)
         cache.made_by = size_of(self.model)
         if width:  # otherwise the prompt was given as embeddings
             owner.history = [[] for _ in range(rows)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,25 @@ from transformers.generation.stopping_criteria import (
 
 from hf_spec.cache.attention import SMALLEST
 from hf_spec.core.device import bucket, to_device
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 
 #: More tokens than any call emits; sums of a few such numbers fit into int64.
 NO_LIMIT = 2**60
+
+
+class Snapshot(NamedTuple):
+    """The batch's rows between two steps.
+
+    Attributes:
+        tokens: real tokens of each row, with the prompt.
+        active: whether each row still takes tokens.
+        remaining: tokens that each row may still emit.
+    """
+
+    tokens: list[list[int]]
+    active: list[bool]
+    remaining: list[int]
 
 
 class Sequences:
@@ -34,7 +49,7 @@ class Sequences:
         criteria: the prepared stopping criteria; one of them is a ``MaxLengthCriteria``.
         pad_token_id: fills sequences past their end.
         streamer: receives the same calls as in plain generation. If it has a method ``end_step``,
-            this is called after each step.
+            this is called after each step; and so is ``see_step``, with the step's trees.
         shows_scores: whether criteria are given the recorded scores.
         same: makes numbers equal in all processes that decode together.
 
@@ -57,6 +72,7 @@ class Sequences:
         #: Columns of each sequence that the device has.
         self._sent = [self.width] * count
         self.rows = list(range(count))
+        self._now: Snapshot | None = None  # until the next step
         prompts = input_ids if real is None else [ids[own] for ids, own in zip(input_ids, real)]
         self._tokens: list[list[int]] = [ids.tolist() for ids in prompts]
         self.streamer, self._streamed = streamer, self.width
@@ -98,21 +114,17 @@ class Sequences:
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch, in this order; the others have ended."""
         self.rows = [self.rows[row] for row in rows]
+        self._now = None
 
     @property
-    def tokens(self) -> list[list[int]]:
-        """Real tokens of each row, with the prompt."""
-        return [self._tokens[row] for row in self.rows]
-
-    @property
-    def active(self) -> list[bool]:
-        """Whether each row still takes tokens."""
-        return [self._takes(row) for row in self.rows]
-
-    @property
-    def remaining(self) -> list[int]:
-        """Tokens that each row may still emit."""
-        return [self.max_length - self.lengths[row] for row in self.rows]
+    def now(self) -> Snapshot:
+        """The rows as they are, determined once per step."""
+        if self._now is None:
+            self._now = Snapshot(
+                [self._tokens[row] for row in self.rows], [self._takes(row) for row in self.rows],
+                [self.max_length - self.lengths[row] for row in self.rows],
+            )  # fmt: skip
+        return self._now
 
     @property
     def emitted(self) -> list[int]:
@@ -178,7 +190,7 @@ class Sequences:
     ) -> list[int]:
         """Append what a step emitted to each row, until a token stops it; returns how many tokens
         each took. ``recorded``: logits and scores ``(batch, vocab)`` of each token, or nothing."""
-        before = list(self.lengths)
+        before, self._now = list(self.lengths), None
         for place, (row, tokens) in enumerate(zip(self.rows, result.tokens)):
             for number, token in enumerate(tokens):
                 if not self._takes(row):
@@ -265,6 +277,11 @@ class Sequences:
         self._streamed = max(end, self._streamed)
         if hasattr(self.streamer, "end_step"):
             self.streamer.end_step()
+
+    def show(self, tree: Tree, result: HostResult) -> None:
+        """Pass a step's trees, and what was accepted of them, to a streamer that asks for them."""
+        if hasattr(self.streamer, "see_step"):
+            self.streamer.see_step(tree, result)
 
     # -- finishing ---------------------------------------------------------------------------
 

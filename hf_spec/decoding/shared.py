@@ -15,11 +15,12 @@ from hf_spec.core.device import to_device
 from hf_spec.core.memory import memory
 from hf_spec.core.rows import FollowsRows, follows
 from hf_spec.core.stats import PHASES, SpecStats, Stopwatch
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.cache_reuse import CacheOwner
 from hf_spec.decoding.scoring import Scorer
-from hf_spec.decoding.sequences import Sequences
+from hf_spec.decoding.sequences import Sequences, Snapshot
 from hf_spec.decoding.step import Steps
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.draft.options import samples_drafts
@@ -86,10 +87,11 @@ class CallSequences(FollowsRows):
     """
 
     of_rows = ("places",)
-    streamer = None
 
     def __init__(self, call: Call):
         self.places = [Place(call, row) for row in call.sequences.rows]
+        self._now: Snapshot | None = None
+        self._calls: dict[Call, list[int]] | None = None  # until rows come or leave
 
     @property
     def rows(self) -> range:
@@ -99,33 +101,22 @@ class CallSequences(FollowsRows):
     @property
     def calls(self) -> dict[Call, list[int]]:
         """The rows of each call."""
-        found: dict[Call, list[int]] = {}
-        for row, (call, _) in enumerate(self.places):
-            found.setdefault(call, []).append(row)
-        return found
+        if self._calls is None:
+            self._calls = {}
+            for row, (call, _) in enumerate(self.places):
+                self._calls.setdefault(call, []).append(row)
+        return self._calls
 
     @property
-    def tokens(self) -> list[list[int]]:
-        """See :attr:`Sequences.tokens`."""
-        return self._of_calls("tokens")
-
-    @property
-    def active(self) -> list[bool]:
-        """See :attr:`Sequences.active`."""
-        own = self._of_calls("active")
-        return [on and call.error is None for on, (call, _) in zip(own, self.places)]
-
-    @property
-    def remaining(self) -> list[int]:
-        """See :attr:`Sequences.remaining`."""
-        return self._of_calls("remaining")
-
-    def _of_calls(self, name: str) -> list[Any]:
-        found: list[Any] = [None] * len(self.places)
-        for call, rows in self.calls.items():
-            for row, value in zip(rows, getattr(call.sequences, name)):
-                found[row] = value
-        return found
+    def now(self) -> Snapshot:
+        """See :attr:`Sequences.now`."""
+        if self._now is None:
+            rows: list[Any] = [None] * len(self.places)
+            for call, own in self.calls.items():
+                for row, (tokens, active, remaining) in zip(own, zip(*call.sequences.now)):
+                    rows[row] = tokens, active and call.error is None, remaining
+            self._now = Snapshot(*(list(values) for values in zip(*rows)))
+        return self._now
 
     @property
     def eos(self) -> set[int]:
@@ -136,7 +127,7 @@ class CallSequences(FollowsRows):
         self, result: HostResult, recorded: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> list[int]:
         """See :meth:`Sequences.append`. What a call's streamer or criteria raise is its error."""
-        counts = [0] * len(self.places)
+        counts, self._now = [0] * len(self.places), None
         for call, rows in self.calls.items():
             if call.error is not None:
                 continue
@@ -159,8 +150,17 @@ class CallSequences(FollowsRows):
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
+        self._now = self._calls = None
         for call, own in self.calls.items():
-            call.sequences.rows = [self.places[row].sequence for row in own]
+            sequences = [self.places[row].sequence for row in own]
+            call.sequences.select([call.sequences.rows.index(one) for one in sequences])
+
+    def join(self, other: CallSequences) -> None:
+        super().join(other)
+        self._now = self._calls = None
+
+    def show(self, tree: Tree, result: HostResult) -> None:
+        """See :meth:`Sequences.show`. No streamer asks."""
 
 
 class CallScorer:
@@ -259,6 +259,7 @@ class SharedSteps(Steps):
 
     def __init__(self, first: Call):
         own, strategy = first.steps, first.steps.strategy
+        own.settle()
         self.sequences = CallSequences(first)
         stats = SpecStats(strategy.method.name)
         scorer: Any = CallScorer(self.sequences)
@@ -282,6 +283,8 @@ class SharedSteps(Steps):
 
     def admit(self, call: Call) -> None:
         """Have the rows of another call join."""
+        self.settle()
+        call.steps.settle()
         sequences: Any = CallSequences(call)
         call.steps.state.sequences, call.begun = sequences, {**vars(self.state.stats)}
         self.strategy.run(self.state.join, call.steps.state)
@@ -295,7 +298,7 @@ class SharedSteps(Steps):
     def release(self) -> list[Call]:
         """Have the rows of calls leave that have ended; returns these calls. Of the others, rows of
         finished sequences leave, too, unless the cache with them is returned."""
-        calls, stays = self.sequences.calls, self.sequences.active
+        calls, stays = self.sequences.calls, [*self.sequences.now.active]
         for call, rows in calls.items():
             if call.steps.owner.wanted and any(stays[row] for row in rows):
                 for row in rows:
@@ -305,11 +308,10 @@ class SharedSteps(Steps):
         for call, rows in calls.items():
             if call.error is None and not any(stays[row] for row in rows):
                 self._give_back(call, rows)
-        rows = places_taken(stays)
-        if rows:
-            self.select(rows)
+        if any(stays):
+            self.select(places_taken(stays))
         else:
-            self.sequences.places = []
+            self.sequences.select([])
         ended = [call for call in calls if call not in set(self.calls)]
         for call in ended:
             self._tell(call)

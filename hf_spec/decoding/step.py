@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,20 +20,43 @@ from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.cache_reuse import CacheOwner, advance_rope
 from hf_spec.decoding.strategy import Strategy
+from hf_spec.draft.drafter import Outcome
 from hf_spec.draft.lookup import History, merged
 from hf_spec.draft.policy import StepPolicy, step_shapes
 from hf_spec.draft.rollouts import Earlier
-from hf_spec.draft.state import DecodeState, Grown
-from hf_spec.target.graphs import DraftProgram
+from hf_spec.draft.state import DecodeState
+from hf_spec.target.graphs import DraftProgram, Graphs
 from hf_spec.target.target import Output, Prefilled
 
 # -- The device's part of a step: the model's forward, verification, and the drafter's program -----
 #
-# Where steps are recorded, all of it is one record if the rule of acceptance is a program, too.
-# Else the host stands between: the drafter's program is then code of its own.
+# The drafter's part of a step runs in one of four ways:
+#
+#   joined     in the record of the whole step, if the rule of acceptance is a program, too
+#   apart      by code of its own: the host verifies, or steps are compiled
+#   as it is   the program without code, as the record that joins all has just been made
+#   called     without a program, when the next step begins (:meth:`Drafter.step`)
 
 #: Runs a drafter's program, and gives what it finds.
 Draft = Callable[[], Sequence[Tensor]]
+
+
+class Ran(NamedTuple):
+    """What the device's part of a step has found.
+
+    Attributes:
+        output: that of the forward, of the trees that pruning has left.
+        result: what is accepted of them.
+        in_place: whether accepted nodes are in the first slots of the cache's block.
+        drafted: what the drafter's program has found; empty if it has not run.
+        draft: runs it once the host knows what is emitted; None if it need not run any more.
+    """
+
+    output: Output
+    result: StepResult
+    in_place: bool
+    drafted: Sequence[Tensor] = ()
+    draft: Draft | None = None
 
 
 @dataclass
@@ -47,54 +71,60 @@ class DeviceStep:
     def run(
         self, tree: Tree, grows: bool,
         accept: Callable[[Tree, Tensor, list[bool]], StepResult] | None = None,
-    ) -> tuple[Output, bool, Draft]:  # fmt: skip
-        """One step: its output with the result, and with what the drafter's program has found if it
-        has run; whether accepted nodes are in the first slots of the cache's block; and what runs
-        the program if that depends on what is emitted, else finds nothing.
+    ) -> Ran:  # fmt: skip
+        """Forward and verify a step's trees, and run the drafter's program, if there is one.
 
         Args:
             tree: what is forwarded.
-            grows: whether the drafter's program, if there is one, makes the next trees.
+            grows: whether that program makes the next trees.
             accept: chooses what is accepted where no program does; None for the call's rule.
         """
         state, drafter, graphs = self.state, self.strategy.drafter, self.state.target.graphs
-        as_one = graphs is not None and not graphs.compiles  # all of a step is one record
-        rule = self.acceptance.program(tree, as_one, drafter.depth)
-        alone = graphs is None or drafter.outside is not None
-        program = None if alone else drafter.program(state, tree, grows)
-        inside = as_one and rule is not None
+        records = graphs is not None and not graphs.compiles
+        rule = self.acceptance.program(tree, records, drafter.depth)
+        called = graphs is None or drafter.outside is not None
+        program = None if called else drafter.program(state, tree, grows)
+        joined = program if records and rule is not None else None
         with self.watch.phase("forward"):
             output = self.strategy.run(
-                state.target, tree, pruning=drafter.pruning, verify=rule,
-                after=program if inside else None,
-            )  # fmt: skip
+                state.target, tree, pruning=drafter.pruning, verify=rule, after=joined
+            )
         with self.watch.phase("verify"):
-            choose, moved = accept or self.acceptance, output.result is not None
-            result = output.result or choose(output.tree, output.logits, state.active)
-            state.root, output = result.bonus.to(state.root.device), output._replace(result=result)
-        if program is None or output.drafted:
-            return output, moved, tuple
-        if program.reads_cache and not moved:
-            state.cache.states.move(state.cache.lengths, result.path)
-            moved = True
-        # The code for all has just been made, or the program is code of its own.
-        draft = partial(self._draft, program, not inside, tree, output, result)
-        if state.noise is not None:
-            return output, moved, draft
+            ran = self._verified(output, accept or self.acceptance)
+        if program is None or ran.drafted:
+            return ran
+        if program.reads_cache and not ran.in_place:
+            state.cache.states.move(state.cache.lengths, ran.result.path)
+            ran = ran._replace(in_place=True)
+        apart = graphs if joined is None else None
+        draft = partial(self._drafted, program, apart, output, ran.result, bucket(tree.num_tokens))
+        if state.noise is not None:  # that of later tokens is known once the host knows the counts
+            return ran._replace(draft=draft)
         with self.watch.phase("draft"):
-            return output._replace(drafted=draft()), moved, tuple
+            return ran._replace(drafted=draft())
 
-    def _draft(
-        self, program: DraftProgram, by_code: bool, tree: Tree, output: Output,
-        result: StepResult,
+    def _verified(
+        self, output: Output, choose: Callable[[Tree, Tensor, list[bool]], StepResult]
+    ) -> Ran:
+        """A forward's output with its result, which ``choose`` makes if no program has; its bonus
+        tokens are the new roots."""
+        state, in_place = self.state, output.result is not None
+        result = output.result or choose(output.tree, output.logits, state.active)
+        state.root = result.bonus.to(state.root.device)
+        return Ran(output, result, in_place, output.drafted)
+
+    def _drafted(
+        self, program: DraftProgram, apart: Graphs | None, output: Output, result: StepResult,
+        width: int,
     ) -> Sequence[Tensor]:  # fmt: skip
-        """What a drafter's program finds after a step, by code of its own or as it is."""
-        wide, noise = result.padded(bucket(tree.num_tokens)), self.state.noise
+        """What a drafter's program finds, by code of its own (``apart``) or as it is; ``width``:
+        that of paths, which recurs."""
+        wide, noise = result.padded(width), self.state.noise
         ahead = noise.ahead(program.depth) if noise is not None and program.depth else None
         read = output.read(self.strategy.drafter.reads, wide)
+        run = partial(program.run, apart, wide, read, ahead)
         graphs = self.state.target.graphs
         assert graphs is not None
-        run = partial(program.run, graphs if by_code else None, wide, read, ahead)
         found: Sequence[Tensor] = self.strategy.run(graphs.spared, run)
         return found
 
@@ -115,12 +145,18 @@ class DeviceStep:
                 # Code is used once it has been right for several inputs.
                 tokens = torch.cat([token[:, None], tree.tokens[:, 1 : tree.num_tokens]], dim=1)
                 own = tree.with_tokens(tokens)
-                self.run(own, grows, verify.greedy)[-1]()
+                ran = self.run(own, grows, verify.greedy)
+                if ran.draft is not None:
+                    ran.draft()
                 state.cache.rollback()
             state.root = root
 
 
 # -- A step of the decoding loop: draft, forward, verify, commit. All strategies share it ----------
+#
+# What a step has committed and what comes next belong together: the drafter takes in the one and
+# grows the other, in a program at the end of a recorded step, else when the next step begins, which
+# then knows whether trees are wanted, and for which rows.
 
 
 @dataclass
@@ -138,81 +174,103 @@ class Steps:
 
     def __post_init__(self) -> None:
         self.device = DeviceStep(self.state, self.strategy, self.acceptance, self.watch)
+        #: What the last step has committed; None once the drafter has taken it in.
+        self._outcome: Outcome | None = None
 
     def first(self, prompt: Prefilled) -> None:
         """Take the first token after each prompt: a step whose tree is just the root."""
-        state, drafter, tree = self.state, self.strategy.drafter, Tree.roots(self.state.root)
-        drafter.start(state)
+        state, tree = self.state, Tree.roots(self.state.root)
+        self.strategy.drafter.start(state)
         with self.watch.phase("verify"):
             result = self.acceptance(tree, prompt.logits[:, None], state.active)
             state.root = result.bonus.to(state.root.device)
             host, _ = result.to_host()
         self._emit(tree, host, tree)
-        with self.watch.phase("draft"):
-            self.strategy.run(drafter.advance, prompt.committed(result), prompt.hidden)
+        self._outcome = prompt.committed(result), prompt.hidden
+
+    def warm(self) -> None:
+        """Make the code for all steps that may be chosen."""
+        self._end(False)
+        self.device.warm()
 
     def take(self) -> None:
         """One step of all rows: draft, forward, verify, commit, learn."""
         state, drafter, watch = self.state, self.strategy.drafter, self.watch
-        prepared, grows = state.target.prepared, not self.policy.paused
-        self.strategy.run(advance_rope, state)
-        tree, repeats = self._draft()
-        output, moved, draft = self.device.run(tree, grows)
-        result, slots = output.result, output.tree.slots
-        assert result is not None
-        with watch.phase("verify"):  # the step's one transfer, but for drafts that grow later
-            host, numbers = result.to_host(*output.drafted[:1])
-        host = self._emit(tree, host, output.tree)
-        state.cache.commit(host.counts, result.path, slots, moved or _in_place(slots, host))
+        prepared, state.draft_cost = state.target.prepared, self.policy.draft_cost()
+        if state.target.rope is not None:
+            self.strategy.run(advance_rope, state, state.target.rope)
         with watch.phase("draft"):
-            result, found = result._replace(host=host), output.drafted or draft()
-            if found:
-                drafter.received(found, result)
-            else:
-                self.strategy.run(drafter.advance, result, output.read(drafter.reads, result))
-            state.grown = Grown(found[0], numbers, found[1:]) if found and grows else None
+            tree, repeats = self._draft()
+        grows = not self.policy.paused
+        ran = self.device.run(tree, grows)
+        kept, drafted = ran.output.tree, ran.drafted
+        # The step's one transfer, but for drafts that grow later.
+        with watch.phase("verify"), watch.waiting():
+            host, numbers = ran.result.to_host(*drafted[:1])
+        host = self._emit(tree, host, kept)
+        in_place = ran.in_place or _in_place(kept.slots, host)
+        state.cache.commit(host.counts, ran.result.path, kept.slots, in_place)
+        result = ran.result._replace(host=host)
+        if ran.draft is not None:
+            with watch.phase("draft"):
+                drafted = ran.draft()
+        if drafted:
+            drafter.received(state, drafted, numbers, result, grows)
+        else:
+            self._outcome = result, ran.output.read(drafter.reads, result)
         seconds = watch.step()
-        streamer = self.owner.sequences.streamer
-        if hasattr(streamer, "see_step"):  # hf-spec demo shows the steps' trees
-            streamer.see_step(output.tree, host)
+        self.owner.sequences.show(kept, host)
+        made = state.target.prepared != prepared
+        recorded = self.strategy.recording.observe(seconds, watch.waited, made)
         if not repeats:
             # Steps that compile are not typical.
-            self._learn(tree, host, seconds if state.target.prepared == prepared else None)
+            self._learn(tree, host, None if made else seconds, recorded)
 
     def _draft(self) -> tuple[Tree, bool]:
         """The step's trees, and whether they repeat earlier answers, which says nothing of the
         strategy."""
         state, policy, limits = self.state, self.policy, _depth_limits(self.state)
-        if self.strategy.alone:
-            return Tree.roots(state.root), False
-        known = None if self.earlier is None else self.earlier.rows(state)
+        alone, known = self.strategy.alone, None
+        if self.earlier is not None and not alone:
+            known = self.earlier.rows(state)
         if known is not None:
+            self._end(False)
             return Tree.of_rows(known, state.root.device).within(limits), True
-        if not (policy.drafts(state.lookups is not None) and any(limits)):
+        if alone or not (policy.drafts(state.lookups is not None) and any(limits)):
+            self._end(False)
             return Tree.roots(state.root), False
-        with self.watch.phase("draft"):
-            tree = self.strategy.run(self._proposed)
-            drafter = self.strategy.drafter
-            tree, probed = policy.choose(tree, state.active, limits, len(drafter.group))
-            if probed is not None:
-                tree = drafter.attach_probes(tree, (probed * drafter.depth).tolist())
-            return tree.within(limits), False
+        lookups, drafter = state.lookup(), self.strategy.drafter
+        self._end(not policy.paused)
+        if policy.paused:
+            tree = Tree.of_rows(lookups, state.root.device)
+        else:
+            tree = self.strategy.run(drafter.propose, state)
+            tree = merged(tree, lookups) if lookups else tree
+        tree, probed = policy.choose(tree, state.active, limits, len(drafter.group))
+        if probed is not None:
+            tree = drafter.attach_probes(tree, (probed * drafter.depth).tolist())
+        return tree.within(limits), False
 
-    def _proposed(self) -> Tree:
-        """The draft trees, before the policy chooses among their nodes."""
-        state, lookups = self.state, self.state.lookup()
-        if self.policy.paused:
-            return Tree.of_rows(lookups, state.root.device)
-        tree = self.strategy.drafter.propose(state)
-        return merged(tree, lookups) if lookups else tree
+    def _end(self, grows: bool) -> None:
+        """End the step before, unless a program has; ``grows``: whether this one drafts."""
+        outcome, self._outcome = self._outcome, None
+        if outcome is not None or grows and self.state.grown is None:
+            self.strategy.run(self.strategy.drafter.step, self.state, outcome, grows)
 
-    def _learn(self, tree: Tree, host: HostResult, seconds: float | None) -> None:
+    def settle(self) -> None:
+        """Between two steps: have the drafter take in what is committed, so that nothing is left to
+        do before rows join."""
+        self._end(False)
+
+    def _learn(
+        self, tree: Tree, host: HostResult, seconds: float | None, recorded: bool
+    ) -> None:  # fmt: skip
         """Learn from what a step accepted, and how long it took, if that is known."""
         self.strategy.drafter.observe(self.state, tree, host)
         if self.state.lookups is not None:
             self.state.lookups.observe(host)
         if seconds is not None:
-            self.policy.observe(tree, host.counts, seconds)
+            self.policy.observe(tree, host.counts, seconds, recorded)
 
     def join(self) -> None:
         """Once all rows are finished: run a forward for other ranks."""
@@ -224,6 +282,10 @@ class Steps:
         """Keep these rows of the batch, in this order."""
         self.state.select(rows)
         self.policy.move(len(rows))
+        if self._outcome is not None:
+            result, hidden = self._outcome
+            own = None if hidden is None else hidden[to_device(rows, hidden.device)]
+            self._outcome = result.of_rows(rows), own
 
     def leave(self) -> None:
         """Once the call is over: leave to later calls what they can use."""
@@ -239,7 +301,7 @@ class Steps:
         """Once the call is over: :meth:`leave`, and report."""
         self.leave()
         state, drafter, graphs = self.state, self.strategy.drafter, self.strategy.graphs
-        parts = drafter, self.policy, state.target
+        parts = drafter, self.policy, state.target, self.strategy.recording
         state.stats.details = {
             name: value for part in parts for name, value in part.details().items()
         }

@@ -37,6 +37,7 @@ from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.graphs import Graphs, tolerance
 from hf_spec.target.hidden_states import Reads, output_logits, supported_kwargs
 from hf_spec.target.packed_weights import packed_weights
+from hf_spec.target.recording import Call, Recording
 from hf_spec.target.target import Target
 
 # -- A self-check of the tree forward on models that our tests do not cover ------------------------
@@ -347,6 +348,7 @@ class Strategy:
         samples: whether the call samples.
         kind: what compiled code and what is learned are kept by.
         graphs: compiled code for its steps; None if they are not compiled.
+        recording: whether and when they are recorded.
         packed: lets forwards compute with packed copies of weights; None if there are none.
         rows_stay: whether each forward must have all rows of the batch in their order, as hooks may
             count on it.
@@ -362,6 +364,7 @@ class Strategy:
     samples: bool
     kind: tuple[str, str, str | None, int]
     graphs: Graphs | None
+    recording: Recording
     packed: Changes | None
     rows_stay: bool
     alone: bool
@@ -403,9 +406,13 @@ class Strategy:
         kind = method.name, key_of(options), name, len(copies)
         # Code is for what the model holds, which would be another thing in each call.
         compiles = not alone or bool(running.apart)
-        graphs = graphs_for(model, config, drafter, kind, synced) if compiles else None
+        graphs, recording = None, Recording()
+        if compiles:
+            prunes, disabled = drafter.pruning is not None, bool(config.disable_compile)
+            call = Call(running, rows, disabled, prunes, synced)
+            graphs, recording = graphs_for(model, config, drafter, kind, call)
         return cls(
-            model, method, options, drafter, timed, lookup, samples, kind, graphs,
+            model, method, options, drafter, timed, lookup, samples, kind, graphs, recording,
             packed if copies else None, running.rows_stay, alone,
         )  # fmt: skip
 
@@ -415,6 +422,13 @@ class Strategy:
         if self.packed is None:
             return function(*args, **kwargs)
         return self.packed.run(function, *args, **kwargs)
+
+    def after_shortage(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """At the end of a call: where memory did not suffice, whatever for, free what was recorded
+        and kept for it."""
+        short = kind is not None and issubclass(kind, torch.OutOfMemoryError)
+        if short and self.graphs is not None:
+            self.graphs.drop_all()
 
     @property
     def learned(self) -> Learned:

@@ -121,7 +121,7 @@ def take_in_turns(count: int, most: int, begin: Callable[[int], Steps]) -> SpecS
         if waiting and (steps is None or steps.state.batch_size < most):
             own = begin(waiting.popleft())
             found.merge(own.state.stats)
-            if not any(own.state.active):
+            if not any(own.owner.sequences.now.active):
                 own.leave()  # it has ended with its first token
             elif steps is None:
                 steps = SharedSteps(Call(own))

@@ -84,8 +84,7 @@ class DraftCache(TreeCache):
             network: has a ``model``, ``num_layers`` and ``windows``: by the index of a layer with
                 a sliding window, how many tokens a row sees, itself included. Its slots are a ring.
         """
-        allocate = None if graphs is None else graphs.allocate
-        own = cls(network.num_layers, state.batch_size, device, allocate)
+        own = cls(network.num_layers, state.batch_size, device, graphs)
         own.packs, own.states.windows = runs_kernel(network.model), dict(network.windows)
         own.states.limit = state.cache.states.limit
         own.states.reserve(state.cache.capacity)

@@ -17,7 +17,7 @@ from hf_spec.core.rows import FollowsRows
 from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import HostTree, Tree
 from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.draft.grow import GoesOn, grow, levels_of, ranked
+from hf_spec.draft.grow import Array, GoesOn, grow, levels_of, ranked
 from hf_spec.draft.options import TREE_OPTIONS, DraftOptions
 from hf_spec.draft.predictor import MakeTree, Predictor
 from hf_spec.draft.state import DecodeState, Grown
@@ -26,13 +26,32 @@ from hf_spec.target.graphs import DraftProgram
 from hf_spec.target.hidden_states import Reads
 from hf_spec.target.target import ProbeInputs
 
+#: What a step has committed: the arguments of :meth:`Drafter.advance`.
+Outcome = tuple[StepResult, Tensor | None]
 #: Combinations of the rows' static trees whose tensors are cached.
 KEPT_STEPS = 256
-#: What a drafter has of its predictor.
-DECLARED = (
-    "reads", "trees", "unused", "can_sample", "policy_chooses", "runs", "probe_inputs", "group",
-    "depth", "drafting", "beside", "outside",
-)  # fmt: skip
+
+
+class _Asked:
+    """An attribute that a drafter asks its predictor for; one without has this value, or its own.
+
+    Args:
+        value: that of drafters that say nothing else.
+    """
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, drafter: Drafter | None, owner: type) -> Any:
+        predictor = None if drafter is None else drafter.predictor
+        return self._value if predictor is None else getattr(predictor, self._name)
+
+
+def _asked(value: Any) -> Any:
+    return _Asked(value)
 
 
 class Drafter(FollowsRows, CandidateGenerator):
@@ -66,34 +85,33 @@ class Drafter(FollowsRows, CandidateGenerator):
             ones depends on their tokens, so a pruned tree must not carry distributions.
     """
 
-    reads: Reads = Reads()
+    reads: Reads = _asked(Reads())
     of_rows: ClassVar[Sequence[str]] = ("predictor",)
-    trees: ClassVar[Mapping[str, MakeTree | None]] = {}
-    unused: ClassVar[Sequence[str]] = TREE_OPTIONS
+    trees: Mapping[str, MakeTree | None] = _asked({})
+    unused: Sequence[str] = _asked(TREE_OPTIONS)
     drafts: ClassVar[bool] = True
-    can_sample: ClassVar[bool] = False
-    policy_chooses: bool = False
-    runs: ClassVar[str] = ""
-    probe_inputs: ProbeInputs | None = None
-    group: ProbeGroup = ProbeGroup.causal(0)
-    depth: int = 0
-    drafting: Changes | None = None
-    beside: Sequence[nn.Module] = ()
-    outside: str | None = None
+    can_sample: bool = _asked(False)
+    policy_chooses: bool = _asked(False)
+    runs: str = _asked("")
+    probe_inputs: ProbeInputs | None = _asked(None)
+    group: ProbeGroup = _asked(ProbeGroup.causal(0))
+    depth: int = _asked(0)
+    drafting: Changes | None = _asked(None)
+    beside: Sequence[nn.Module] = _asked(())
+    outside: str | None = _asked(None)
     pruning: Pruning | None = None
+    predictor: Predictor | None = None
 
     def __init__(
         self, model: PreTrainedModel, options: DraftOptions, predictor: Predictor | None = None
     ):
         self.model, self.predictor = model, predictor
         self.options: Any = options  # of the method's own class
-        if predictor is not None:
-            self.__dict__.update({name: getattr(predictor, name) for name in DECLARED})
         self._taken = 0  # nodes with tokens of the last step that drafted
-        self._next_trust: Sequence[float] = ()  # :attr:`trust` of trees that a program grows
+        self._next_trust: Sequence[float] = ()  # of the trees that a program grows
         #: This step's trees and their trust. Lookups may be merged into what is forwarded.
         self._trees: tuple[HostTree, Sequence[float]] | None = None
-        self._static: dict[Hashable, tuple[list[TokenTree], Tree]] = {}
+        self._static: dict[Hashable, tuple[tuple[TokenTree, ...], Tree]] = {}
 
     @property
     def kind_of_forward(self) -> Hashable:
@@ -115,11 +133,10 @@ class Drafter(FollowsRows, CandidateGenerator):
         """Called once, before the prompt's :meth:`advance`."""
         if self.predictor is not None:
             self.predictor.start(state)
-            self.outside = self.predictor.outside
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
-        """Called when tokens have been committed: after the prompt, whose tokens are then the
-        accepted nodes, and after each step.
+        """Called when tokens have been committed, in the prompt, whose tokens are then the accepted
+        nodes, or a step: once before the next step drafts, for the rows that are left then.
 
         Args:
             result: the committed nodes, and the token that follows each of them.
@@ -131,33 +148,45 @@ class Drafter(FollowsRows, CandidateGenerator):
         if self.predictor is not None:
             self.predictor.advance(result, hidden)
 
+    def step(self, state: DecodeState, outcome: Outcome | None, grows: bool) -> None:
+        """The end of a step, or of the prompt: take in what was committed, and grow the next trees.
+
+        Called as soon as the next step begins, so that what it is and which rows are left is known.
+        :meth:`program` does the same within a recorded or compiled step.
+
+        Args:
+            state: the state after the step; :attr:`DecodeState.grown` is set.
+            outcome: what was committed; None if a program has taken it in.
+            grows: whether trees are wanted.
+        """
+        if outcome is not None:
+            self.advance(*outcome)
+        if self.predictor is not None:
+            state.grown = self._grow(state, self.predictor) if grows else None
+
     def propose(self, state: DecodeState) -> Tree:
-        """The draft trees of the next step; just the roots if there is nothing to draft."""
-        predictor = self.predictor
+        """The draft trees of the step that begins; just the roots if there is nothing to draft.
+        With a predictor, these are those that have grown."""
+        predictor, grown = self.predictor, state.grown
         if predictor is None:
             raise NotImplementedError(
                 f"{type(self).__name__} has no predictor: give one, or define propose()."
             )
-        tree = predictor.drafted(state)
-        if tree is not None:
-            return tree
-        depth = max(min(predictor.reach, state.max_depth), 0)
+        assert grown is not None
+        if isinstance(grown, Tree):
+            return grown
         if predictor.static is not None:
-            return self._of_states(state, predictor, depth)
-        tree = self._grown(state, predictor, depth) if depth else _roots(state)
-        if predictor.exactly is None:
-            return tree
-        tree = tree.changed(whole=True)
-        if not predictor.per_distance:
-            return tree
-        assert tree.host is not None
-        ahead = ((tree.host.probs > 0) * self.depth).tolist()  # padding has no probability
-        return self.attach_probes(tree, ahead)
+            _, tree = self._shapes(predictor, grown.depth, state.root.device)
+            drafted = grown.packed.chunk(4, dim=1)[2][:, 1 : tree.num_tokens]
+            return tree.with_tokens(torch.cat([state.root[:, None], drafted.long()], 1))
+        tree, host = state.received(grown)
+        self._trees = host, grown.trust
+        predictor.proposed(state.root, grown.kept)
+        return self._whole(tree, predictor)
 
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
-        """What recorded or compiled code does in place of :meth:`advance`, and ahead of
-        :meth:`propose`; None if there is nothing to do. Not asked for if drafting is
-        :attr:`outside`.
+        """:meth:`step` as a function of tensors; None if there is nothing to do. Not asked for if
+        drafting is :attr:`outside`.
 
         Args:
             state: the state before the step.
@@ -183,22 +212,33 @@ class Drafter(FollowsRows, CandidateGenerator):
             *own, trust = tensors
             traced, root = predictor.traced(own, in_place), result.bonus
             traced.advance(result, hidden)
+            if traced.static is not None:
+                trees = tuple(one.tree for one in traced.static.states)
+                known = _known(traced, root)
+                return _ranked(traced, root, trees, known), *traced.kept()
             if noise is not None and traced.token_ids is not None:
                 noise = noise[..., traced.token_ids]
-            if traced.static is not None:
-                return _packed_states(traced, root), *traced.kept()
-            return _packed(traced, root, noise, trust, count, depth), *traced.kept()
+            return _likeliest(traced, root, noise, trust, count, depth), *traced.kept()
 
         inputs = [*changing, to_device(self._next_trust, state.root.device)]
         key = "draft tree", key, count, depth, predictor.width, predictor.static, len(buffers)
         results, reads = 1 + predictor.num_kept, predictor.reads_cache
         return DraftProgram(key, buffers, inputs, function, depth, results, reads)
 
-    def received(self, found: Sequence[Tensor], result: StepResult) -> None:
-        """Called after a step with what its :meth:`program` has found, in place of
-        :meth:`advance`."""
+    def received(
+        self, state: DecodeState, found: Sequence[Tensor], numbers: Array | None,
+        result: StepResult, grows: bool,
+    ) -> None:  # fmt: skip
+        """Called after a step with what its :meth:`program` has found, in place of :meth:`step`.
+
+        Args:
+            numbers: the first of these on the host; None if it is still to be transferred.
+        """
         assert self.predictor is not None
         self.predictor.received(found, result)
+        state.grown = None
+        if grows:
+            state.grown = Grown(found[0], numbers, found[1:], self._next_trust)
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         """Called after each step.
@@ -256,61 +296,61 @@ class Drafter(FollowsRows, CandidateGenerator):
 
     # -- trees -------------------------------------------------------------------------------
 
-    def _grown(self, state: DecodeState, predictor: Predictor, depth: int) -> Tree:
-        """The step's trees: those that a program has grown, or new ones."""
-        grown, trust = state.grown, self._next_trust
-        if grown is None:
-            trust = predictor.trust
-            grown = Grown(self._grow(state, predictor, depth, trust), kept=predictor.kept())
-        tree, host = state.received(grown)
-        self._trees = host, trust
-        predictor.proposed(state.root, grown.kept)
-        return tree
-
-    def _grow(
-        self, state: DecodeState, predictor: Predictor, depth: int, trust: Sequence[float]
-    ) -> Tensor:
-        """New trees, packed."""
+    def _grow(self, state: DecodeState, predictor: Predictor) -> Grown | Tree:
+        """The next trees, by what the host knows."""
+        depth, root = max(min(predictor.reach, state.max_depth), 0), state.root
+        chain = predictor.chosen(state, depth) if depth else None
+        if predictor.static is not None:
+            shapes, empty = self._shapes(predictor, depth, root.device)
+            if empty.num_tokens == 1:
+                return empty.with_tokens(root[:, None])
+            if chain is not None:
+                return empty.with_tokens(chain.tokens, chain.q)
+            return Grown(_ranked(predictor, root, shapes), depth=depth)
+        if chain is not None:
+            return chain
+        if not depth:
+            return self._whole(_roots(state), predictor)
         predictor.catch_up(state)
         depth, goes_on = predictor.limits(state, depth)
-        noise = None
+        noise, trust = None, predictor.trust
         if state.noise is not None and predictor.weighs and depth:
             noise = state.noise.ahead(depth, predictor.token_ids)
         count = predictor.num_grown(self._taken)
-        packed = _packed(predictor, state.root, noise, trust, count, depth, goes_on)
+        packed = _likeliest(predictor, root, noise, trust, count, depth, goes_on)
         state.stats.num_draft_forwards += predictor.forwards
         predictor.forwards = 0
-        return packed
+        return Grown(packed, kept=predictor.kept(), trust=trust)
 
-    def _of_states(self, state: DecodeState, predictor: Predictor, depth: int) -> Tree:
-        """The static trees of the rows' states, no deeper than this, with tokens and probes."""
-        states, grown = predictor.static, state.grown
+    def _whole(self, tree: Tree, predictor: Predictor) -> Tree:
+        """Trees that have grown, with all probes if they are forwarded whole."""
+        if predictor.exactly is None:
+            return tree
+        tree = tree.changed(whole=True)
+        if not predictor.per_distance:
+            return tree
+        assert tree.host is not None
+        ahead = ((tree.host.probs > 0) * self.depth).tolist()  # padding has no probability
+        return self.attach_probes(tree, ahead)
+
+    def _shapes(
+        self, predictor: Predictor, depth: int | None, device: torch.device
+    ) -> tuple[tuple[TokenTree, ...], Tree]:
+        """The static trees of the rows' states, cut to a depth, and the same with probes and
+        without tokens."""
+        states = predictor.static
         assert states is not None
         trees = [states.states[min(n, states.max_probes)] for n in predictor.num_predicted]
-        if grown is None:  # else tokens are of whole trees
+        if depth is not None:
             trees = [one.truncate(depth) for one in trees]
-        key, device = tuple(trees), str(state.root.device)
+        key = tuple(trees)
         if key not in self._static:
             if len(self._static) == KEPT_STEPS:
                 self._static.pop(next(iter(self._static)))
-            alone = [one.tree for one in trees]
-            empty = Tree.of_shapes(alone, device)
-            self._static[key] = alone, self.attach_probes(empty, [one.probes for one in trees])
-        alone, empty = self._static[key]
-        if empty.num_tokens == 1:
-            return empty.with_tokens(state.root[:, None])
-        if grown is not None:
-            drafted = grown.packed.chunk(4, dim=1)[2][:, 1 : empty.num_tokens]
-            return empty.with_tokens(torch.cat([state.root[:, None], drafted.long()], 1))
-        deepest = empty.max_depth
-        chosen = predictor.chosen(state, deepest)
-        if chosen is not None:
-            return empty.with_tokens(*chosen)
-        width = 1 + max(max(tree.ranks) for tree in alone)
-        levels = predictor.levels(state.root, deepest, width, None)
-        return empty.with_tokens(
-            ranked(levels, levels_of(tuple(alone), device), deepest, state.root)
-        )
+            shapes = tuple(one.tree for one in trees)
+            empty = Tree.of_shapes(shapes, device)
+            self._static[key] = shapes, self.attach_probes(empty, [one.probes for one in trees])
+        return self._static[key]
 
     # -- stock assisted decoding, at batch size 1 ----------------------------------------------
 
@@ -335,11 +375,11 @@ class Drafter(FollowsRows, CandidateGenerator):
         """Stock decoding reports matches here."""
 
 
-def _packed(
+def _likeliest(
     predictor: Predictor, root: Tensor, noise: Tensor | None, trust: Sequence[float] | Tensor,
     count: int, depth: int, goes_on: GoesOn | None = None,
 ) -> Tensor:  # fmt: skip
-    """Trees that grow from predictions, packed; the arguments as of :func:`grow` and
+    """The likeliest trees, packed; the arguments as of :func:`grow` and
     :meth:`Predictor.levels`."""
     levels = predictor.levels(root, depth, count, noise)
     packed = grow(levels, root, count, depth, trust, predictor.width, goes_on)
@@ -347,18 +387,25 @@ def _packed(
     return packed
 
 
-def _packed_states(predictor: Predictor, root: Tensor) -> Tensor:
-    """The static trees of the rows' states, packed."""
-    states, known = predictor.static, predictor.num_predicted
+def _ranked(
+    predictor: Predictor, root: Tensor, trees: tuple[TokenTree, ...], rows: Tensor | None = None
+) -> Tensor:
+    """Static trees, packed: that of each row, or of these ``rows (batch,)`` one by number."""
+    shapes = levels_of(trees, str(root.device))
+    parents, depths, ranks = shapes if rows is None else (part[rows] for part in shapes)
+    deepest, width = max(tree.max_depth for tree in trees), 1 + max(max(t.ranks) for t in trees)
+    levels = predictor.levels(root, deepest, width, None)
+    tokens = ranked(levels, (parents, depths, ranks), deepest, root)
+    return Tree.packed(parents, depths, tokens, torch.zeros(tokens.shape, device=root.device))
+
+
+def _known(predictor: Predictor, root: Tensor) -> Tensor:
+    """``(batch,)`` the state of each row, as recorded code knows it."""
+    known, states = predictor.num_predicted, predictor.static
     assert states is not None
     if not isinstance(known, Tensor):
         known = torch.full_like(root, predictor.depth)
-    trees = tuple(one.tree for one in states.states)
-    deepest, index = max(tree.max_depth for tree in trees), known.clamp(max=states.max_probes)
-    parents, depths, ranks = (part[index] for part in levels_of(trees, str(root.device)))
-    levels = predictor.levels(root, deepest, 1 + states.max_rank, None)
-    tokens = ranked(levels, (parents, depths, ranks), deepest, root)
-    return Tree.packed(parents, depths, tokens, torch.zeros(tokens.shape, device=root.device))
+    return known.clamp(max=states.max_probes)
 
 
 def _roots(state: DecodeState) -> Tree:

@@ -248,6 +248,13 @@ class StepTimes:
         """Seconds of a plain step; None while unknown."""
         return self.mean(1) or self.seconds(1)
 
+    def guess(self, others: StepTimes, share: float) -> None:
+        """Guess what is unknown here as this share of what it takes elsewhere, until it is
+        observed."""
+        for size, spent in others.means.items():
+            if self.mean(size) is None:
+                self.sizes.setdefault(size, MeanTime()).mean = share * spent / self.pace
+
     def elsewhere(self, rows: float) -> StepTimes:
         """Guesses for batches of ``rows`` times as many rows, until steps are observed there."""
         means = self.means
@@ -319,7 +326,7 @@ class Learned:
     """What was learned about a strategy, with its options and adapter, on a model.
 
     Attributes:
-        settings: by batch size, context length and device.
+        settings: by batch size, context length and device; those of recorded steps apart.
         prediction_value: tokens that it is worth to have predictions in the next step.
     """
 
@@ -541,14 +548,18 @@ class StepPolicy:
         learned: what was learned about the strategy on the model; updated.
         setting: see :attr:`Learned.settings`.
         enabled: if False, every step drafts.
+        recorded: whether steps are known to be recorded from the first one on.
     """
 
     def __init__(
         self, stats: SpecStats, learned: Learned, setting: tuple[int, int, str],
-        enabled: bool = True,
+        enabled: bool = True, recorded: bool = False,
     ):  # fmt: skip
         self.stats, self.learned, self.enabled = stats, learned, enabled
-        self._key, self.setting = setting, learned.setting(setting)
+        #: What a step takes says nothing of others where some are recorded and some are not: the
+        #: next one is chosen by the times of its kind, which is that of the last one.
+        self._key, self._recorded = setting, recorded or _recorded(setting) in learned.settings
+        self.setting = self._own()
         self._drafts = False  # whether this step's trees were chosen
         self._before = 0.0, 0  # seconds of drafting, and forwards
         self._steps: Counter[tuple[int, int]] = Counter()
@@ -563,7 +574,20 @@ class StepPolicy:
     def move(self, rows: int) -> None:
         """Go on with a smaller batch."""
         self._key = rows, *self._key[1:]
-        self.setting = self.learned.setting(self._key)
+        self.setting = self._own()
+
+    def _own(self) -> Setting:
+        """What is known of steps of this kind."""
+        return self.learned.setting(_recorded(self._key) if self._recorded else self._key)
+
+    def _turn(self, recorded: bool, size: int, seconds: float) -> None:
+        """Go by the times of steps that are recorded, or by those of eager ones, as this one is. It
+        tells how much faster others will be that are not recorded yet."""
+        before, self._recorded = self.setting.times, recorded
+        self.setting, known = self._own(), before.seconds(size)
+        if recorded and known:
+            self.setting.times.guess(before, min(seconds / known, 1.0))
+            self.setting.sizes_to_time.clear()
 
     # -- before a step -----------------------------------------------------------------------
 
@@ -658,14 +682,24 @@ class StepPolicy:
     # -- after a step ------------------------------------------------------------------------
 
     @locked
-    def observe(self, tree: Tree, emitted: Sequence[int], seconds: float) -> None:
-        """Learn from a finished step that forwarded a tree, and took so many seconds; ``emitted``
-        are tokens per batch row, 0 for one that was already finished."""
+    def observe(
+        self, tree: Tree, emitted: Sequence[int], seconds: float, recorded: bool = False
+    ) -> None:
+        """Learn from a finished step.
+
+        Args:
+            tree: what it forwarded.
+            emitted: tokens per batch row, 0 for one that was already finished.
+            seconds: what it took.
+            recorded: whether it was recorded.
+        """
         counts = [count for count in emitted if count]
         tokens, live = sum(counts), len(counts)
         drafted, size = tree.num_tokens - 1, width(tree.num_tokens, tree.num_probes)
-        setting, times = self.setting, self.setting.times
         drafting = self.stats.draft_seconds - self._before[0]
+        if recorded != self._recorded:
+            self._turn(recorded, size, seconds - drafting)
+        setting, times = self.setting, self.setting.times
         forwards = self.stats.num_draft_forwards - self._before[1]
         expected, usual = times.seconds(size), times.drafting_seconds
         if expected is not None:  # by the steps before it, if they tell
@@ -707,6 +741,12 @@ class StepPolicy:
                 ],
             }
         }
+
+
+def _recorded(setting: tuple[int, int, str]) -> tuple[int, int, str]:
+    """The key of the same setting where steps are recorded."""
+    rows, context, device = setting
+    return rows, context, f"{device}, recorded"
 
 
 def _at_probes(probs: Array, parents: Array, size: int, count: int) -> float:

@@ -185,15 +185,12 @@ class Predictor(FollowsRows, Holds):
         return self.depth
 
     def catch_up(self, state: DecodeState) -> None:
-        """Called before a tree grows outside of recorded and compiled steps."""
+        """Called before trees grow outside of recorded and compiled steps."""
 
-    def drafted(self, state: DecodeState) -> Tree | None:
-        """The step's trees where they are made in a way of its own; None where they grow."""
-        return None
-
-    def chosen(self, state: DecodeState, depth: int) -> tuple[Tensor, Tensor | None] | None:
-        """Tokens of static chains, ``(batch, 1 + depth)``, where not simply the likeliest ones are
-        drafted, and their distributions ``(batch, 1 + depth, vocab)`` if they are sampled."""
+    def chosen(self, state: DecodeState, depth: int) -> Tree | None:
+        """The step's chains, at most so deep, where not simply the likeliest tokens are drafted,
+        with their distributions if they are sampled; None where trees grow. If :attr:`static` is
+        given, its trees, which are chains, get these tokens."""
         return None
 
     def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:

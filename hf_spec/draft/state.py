@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -19,23 +19,28 @@ from hf_spec.target.target import Target
 
 
 class Grown(NamedTuple):
-    """Trees that a drafter has grown.
+    """Trees that a drafter has grown, for the step that follows.
 
     Attributes:
         packed: see :meth:`Tree.packed`.
         numbers: the same on the host; None if they are still to be transferred.
-        kept: what else the program has found that has grown them.
+        kept: what a predictor needs to learn from them, see :meth:`Predictor.kept`.
+        trust: terms that were added to their log-probabilities, per distance.
+        depth: to which static trees were cut; None for whole ones.
     """
 
     packed: Tensor
     numbers: Any = None
     kept: Sequence[Tensor] = ()
+    trust: Sequence[float] = ()
+    depth: int | None = None
 
     def of_rows(self, rows: Sequence[int]) -> Grown:
         """Those of some of the batch's rows."""
         numbers = None if self.numbers is None else self.numbers[list(rows)]
         index = to_device(rows, self.packed.device)
-        return Grown(self.packed[index], numbers, [one[index] for one in self.kept])
+        kept = [one[index] for one in self.kept]
+        return self._replace(packed=self.packed[index], numbers=numbers, kept=kept)
 
 
 class Process(Protocol):
@@ -71,9 +76,9 @@ class DecodeState(FollowsRows):
         process: applies the call's logits processors.
         stats: the statistics of the call so far.
         timed: whether the amount of drafting may depend on step times.
-        grown: the step's trees, if the program of the step before has grown them.
-        draft_cost: tokens that one more drafting forward must bring to pay for its time; None
-            while unknown.
+        grown: what has grown for this step; a tree if the drafter has made it in its own way.
+        draft_cost: tokens that one more drafting forward of this step must bring to pay for its
+            time; None while unknown.
         lookups: looks up what is merged into each step's draft; None if nothing is.
         looked_up: what this step has looked up for each sequence.
         noise: what the next tokens will be sampled with; None if the output would depend on it.
@@ -90,8 +95,8 @@ class DecodeState(FollowsRows):
     process: Process
     stats: SpecStats = field(default_factory=SpecStats)
     timed: bool = False
-    grown: Grown | None = None
-    draft_cost: Callable[[], float | None] = lambda: None
+    grown: Grown | Tree | None = None
+    draft_cost: float | None = None
     lookups: BatchLookup | None = None
     looked_up: Sequence[Row] = ()
     noise: SamplingNoise | None = None
@@ -102,30 +107,30 @@ class DecodeState(FollowsRows):
     @property
     def tokens(self) -> list[list[int]]:
         """The tokens of each row so far, with the prompt, without padding."""
-        found: list[list[int]] = self.sequences.tokens
+        found: list[list[int]] = self.sequences.now.tokens
         return found
 
     @property
     def active(self) -> list[bool]:
         """Whether each row is unfinished."""
-        found: list[bool] = self.sequences.active
+        found: list[bool] = self.sequences.now.active
         return found
 
     @property
     def remaining(self) -> list[int]:
         """How many tokens each row may still emit."""
-        found: list[int] = self.sequences.remaining
+        found: list[int] = self.sequences.now.remaining
         return found
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows in this order, each at most once, and have all parts follow."""
         super().select(rows)
-        if self.grown is not None:
+        if isinstance(self.grown, Grown):  # by a program; else trees are made for the rows left
             self.grown = self.grown.of_rows(rows)
 
     def join(self, other: DecodeState) -> None:
-        """Take the sequences of another call behind these, and have all parts follow. Neither has
-        trees that recorded or compiled steps have grown."""
+        """Take the sequences of another call behind these, and have all parts follow. No trees have
+        grown for the step that follows."""
         assert self.grown is None and other.grown is None
         for state in (self, other):
             state.drafter.complete(state)

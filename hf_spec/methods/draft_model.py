@@ -322,8 +322,8 @@ class DraftModelPredictor(AssistantPredictor):
         self._logits = logits[:, -1].clone()
         graphs = state.target.graphs
         own = graphs and graphs.beside(assistant, "draft_model")
-        allocate = None if own is None or graphs is None else graphs.allocate
-        cache = TreeCache(len(source.layers), len(rows), device, allocate, rules)
+        allocator = None if own is None else graphs
+        cache = TreeCache(len(source.layers), len(rows), device, allocator, rules)
         ends = list(map(sum, zip(lengths, state.remaining)))
         take_over(cache, source, mask, max(state.remaining), seq=width)
         # A table of positions may be shorter than the text.

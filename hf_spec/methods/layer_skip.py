@@ -322,11 +322,11 @@ class LayerSkipPredictor(Predictor):
         if graphs is not None and self.learned is not None:
             graphs.hold(self.learned.weights.values())
 
-    def drafted(self, state: DecodeState) -> Tree | None:
+    def chosen(self, state: DecodeState, depth: int) -> Tree | None:
         samples = samples_drafts(self.options, state.do_sample)
         if self.options.draft_exit == POLICY and state.timed and not samples:
             return None
-        return self._chain(state, min(self.depth, state.max_depth), samples)
+        return self._chain(state, depth, samples)
 
     def catch_up(self, state: DecodeState) -> None:
         self._stage = Stage(self, state)
@@ -417,7 +417,7 @@ class Stage:
 
     def __init__(self, predictor: LayerSkipPredictor, state: DecodeState):
         self.predictor, self.state = predictor, state
-        cost = state.draft_cost()
+        cost = state.draft_cost
         # While it is unknown, drafting ends where tokens are no longer likely to be accepted.
         self.cost = predictor.exit.gamma * sum(state.active) if cost is None else cost
         self._lookups = [_Followed(row) for row in state.looked_up]

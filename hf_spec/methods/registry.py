@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import find_active, require_active
-from hf_spec.adapters.tuner import Objective, path_of, register_type
+from hf_spec.adapters.tuner import Fit, Objective, path_of, register_type
 from hf_spec.core.checks import check_choice, check_names
 from hf_spec.core.shapes import TokenTree
 from hf_spec.draft.drafter import Drafter
@@ -46,6 +46,7 @@ class Method:
         objective: its training loss, which ``PeftModel.forward`` returns for batches with
             ``anchors``, and in training for ``labels`` alone: a function of base model, active
             adapter and ``TrainingBatch``.
+        fit: makes its adapter in one pass over answers without gradients, in place of an objective.
         needs_adapter: whether it cannot run without a trained adapter, which is then the third
             argument of ``predictor``, an :class:`Adapter`.
         included: given a model, loads what its own checkpoint has for the method, without which it
@@ -70,6 +71,7 @@ class Method:
     adapter_config: type[SpecPeftConfig] | None = None
     adapter_module: type[Adapter] | None = None
     objective: Objective | None = None
+    fit: type[Fit] | None = None
     needs_adapter: bool = False
     included: Callable[[PreTrainedModel], object] | None = None
     needs_assistant: bool = False

@@ -14,6 +14,7 @@ from hf_spec.adapters.layer import ALPHA, DOWN, UP, Adapter, LowRankAdapter, che
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import MAX_FUTURE, MAX_RANK, SHARE, choice, count, number, setting
 from hf_spec.core.shapes import ProbeGroup
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import sample
 from hf_spec.draft.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, samples_drafts
 from hf_spec.draft.state import DecodeState
@@ -289,7 +290,7 @@ class SpacePredictor(ProbePredictor):
         samples = samples_drafts(self.options, state.do_sample)
         return self.options.tree == CHAIN and (samples or not state.process.trivial)
 
-    def chosen(self, state: DecodeState, depth: int) -> tuple[Tensor, Tensor | None] | None:
+    def chosen(self, state: DecodeState, depth: int) -> Tree | None:
         """A token from each mask position (line 23), with its distribution q (line 24) if sampled.
 
         q is the whole distribution after the call's processors, which see the earlier draft tokens.
@@ -310,10 +311,11 @@ class SpacePredictor(ProbePredictor):
             tokens.append(sample(q).clamp(min=0) if samples else q.argmax(-1))
             distributions.append(q)
         columns = torch.stack([token.to(state.root.device) for token in tokens], dim=1)
+        chain = Tree.chain(columns)
         if not samples:
-            return columns, None
+            return chain
         nothing = torch.zeros_like(distributions[0])  # of the root
-        return columns, torch.stack([nothing, *distributions], dim=1)
+        return chain.with_tokens(columns, torch.stack([nothing, *distributions], dim=1))
 
 
 METHOD = Method(

@@ -83,7 +83,7 @@ class LevelPredictor(Predictor):
         return self.depth if self.width == 1 else self.exactly or GROWN
 
     def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
-        cost = state.draft_cost()
+        cost = state.draft_cost
         if cost is None:
             return depth, None
         if is_async(state.root.device):
@@ -93,7 +93,7 @@ class LevelPredictor(Predictor):
     def num_levels(self, state: DecodeState, grows: bool) -> int:
         levels = 0
         if grows:
-            rows, cost = sum(state.active), state.draft_cost()
+            rows, cost = sum(state.active), state.draft_cost
             levels = self.exit.levels(self.depth, rows, cost, self.forward_per_level)
         levels = min(bucket(levels), self.depth)  # few numbers, as code is made for each
         state.stats.num_draft_forwards += levels if self.forward_per_level else min(levels, 1)

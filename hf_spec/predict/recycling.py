@@ -10,14 +10,17 @@ section 3.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from hf_spec.adapters.layer import Adapter
+from hf_spec.adapters.loading import find_active
 from hf_spec.core.device import is_async, to_device
-from hf_spec.core.memory import recall
+from hf_spec.core.memory import locked, recall
 from hf_spec.core.shapes import TreeStates
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
@@ -25,13 +28,15 @@ from hf_spec.draft.grow import Children, Frontier, GoesOn
 from hf_spec.draft.options import ADAPTIVE, CHAIN
 from hf_spec.draft.predictor import Holds, Predictor
 from hf_spec.draft.state import DecodeState
-from hf_spec.modeling_patches.weights import vocabulary
+from hf_spec.modeling_patches.weights import made_anew, vocabulary
 from hf_spec.predict.table import chain_tree, static_tree
 from hf_spec.target.hidden_states import NUM_READ, Predicted, Reads, gather_hidden
 from hf_spec.target.noise import TRUST
 
 #: Most tokens of a context.
 ORDERS = 3
+#: Entries of contexts of each length above one, if neither options nor an adapter say how many.
+TABLE_SIZE = 1 << 17
 #: How far the probabilities of an entry are trusted, by the length of its context, and the weight
 #: that it has beside those of other lengths (docs/inside/appendix_choices.md).
 TRUSTED, WEIGHTS = (0.55, 0.7, 0.95), (1.0, 2.0, 5.0)
@@ -39,6 +44,8 @@ TRUSTED, WEIGHTS = (0.55, 0.7, 0.95), (1.0, 2.0, 5.0)
 WIDTH = 12
 #: Ranks of accepted nodes are larger than those of all others.
 MAX_NODES = 1 << 20
+#: Log-probability of what is never predicted.
+LEAST = torch.finfo(torch.float16).min
 #: Tokens of a text that are entered at once.
 AT_ONCE = 256
 #: Where the host may read, a tree ends at a level whose paths are all less likely.
@@ -68,12 +75,19 @@ class SuccessorTable(Holds):
     held: ClassVar[Sequence[str]] = ("keys", "successors", "log_probs", "trusted", "weights")
 
     def __init__(self, vocab: int, size: int, device: torch.device):
-        self.vocab, self.size = vocab, largest_prime(size)
+        self.vocab, self.wanted, self.size = vocab, size, largest_prime(size)
         entries, width = vocab + (ORDERS - 1) * self.size, min(NUM_READ, vocab)
-        self.keys = torch.full((entries + 1,), -1, dtype=torch.int64, device=device)
-        self.successors = torch.zeros(entries + 1, width, dtype=torch.int32, device=device)
-        self.log_probs = torch.zeros(entries + 1, width, dtype=torch.float16, device=device)
-        self.trusted, self.weights = to_device([TRUSTED, WEIGHTS], device)
+        with torch.inference_mode(False):  # written to in both modes
+            self.keys = torch.empty(entries + 1, dtype=torch.int64, device=device)
+            self.successors = torch.zeros(entries + 1, width, dtype=torch.int32, device=device)
+            self.log_probs = torch.zeros(entries + 1, width, dtype=torch.float16, device=device)
+            known = to_device([TRUSTED, WEIGHTS], device, torch.float32)
+            self.trusted, self.weights = known.unbind()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all contexts."""
+        self.keys.fill_(-1)
 
     @property
     def nbytes(self) -> int:
@@ -131,6 +145,56 @@ class SuccessorTable(Holds):
         self.successors[places] = following.to(self.successors.dtype).expand(ORDERS, -1, -1)
         self.log_probs[places] = log_probs.to(self.log_probs.dtype).expand(ORDERS, -1, -1)
 
+    def learn_text(self, before: Tensor, found: Predicted) -> None:
+        """Enter what the model predicts after the nodes of chains, one after the other; ``before``:
+        see :meth:`learn`."""
+        for part in found.parts(AT_ONCE):
+            order = torch.arange(part.tokens.shape[1], device=part.tokens.device)
+            self.learn(before, part, order.expand_as(part.tokens))
+            before = torch.cat([before, part.tokens], 1)[:, 1 - ORDERS :]
+
+    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What it knows, but for contexts that reach before a text.
+
+        Returns:
+            The contexts ``(n, ORDERS)`` int32, latest token last, with -1 in front of shorter ones;
+            successors and log-probabilities ``(n, NUM_READ)``.
+        """
+        place = (self.keys[:-1] >= 0).nonzero()[:, 0]
+        length = 1 + (1 + (place - self.vocab).div(self.size, rounding_mode="floor")).clamp(min=0)
+        keys, columns = self.keys[place], []
+        for back in range(ORDERS):
+            columns.append((keys % (self.vocab + 1)).masked_fill(length <= back, -1))
+            keys = keys // (self.vocab + 1)
+        contexts = torch.stack(columns[::-1], -1)
+        inside = (contexts < self.vocab).all(-1)
+        place = place[inside]
+        log_probs = self.log_probs[place].clamp(min=LEAST)  # finite, as files must be
+        return contexts[inside].int(), self.successors[place], log_probs
+
+    def enter(self, contexts: Tensor, successors: Tensor, log_probs: Tensor) -> None:
+        """Enter what :meth:`entries` gives of a table, which may be of another size; of several
+        contexts with the same entry here, the last one. What no table of this vocabulary can hold
+        is left out."""
+        contexts, length = contexts.long(), (contexts >= 0).sum(-1)
+        fits = (contexts < self.vocab).all(-1) & (contexts[:, -1] >= 0)
+        fits &= ((successors >= 0) & (successors < self.vocab)).all(-1)
+        keys, places = (
+            one.gather(-1, (length - 1).clamp(min=0)[:, None])[:, 0]
+            for one in self.places(contexts)
+        )
+        left_out = len(self.keys) - 1
+        places = places.masked_fill(~fits, left_out)
+        order = torch.arange(len(places), device=places.device)
+        last = torch.full_like(self.keys, -1).scatter_reduce(0, places, order, "amax")
+        # Of several with one entry a GPU would write any.
+        places = places.masked_fill(last[places] != order, left_out)
+        width = min(self.successors.shape[1], successors.shape[1])
+        self.keys[places] = keys
+        self.log_probs[places] = LEAST  # where it has more successors
+        self.successors[places, :width] = successors[:, :width]
+        self.log_probs[places, :width] = log_probs[:, :width].to(self.log_probs.dtype)
+
 
 def contexts_of(before: Tensor, found: Predicted) -> Tensor:
     """The last tokens at the nodes of trees, themselves included: ``(batch, nodes, ORDERS)``;
@@ -147,7 +211,8 @@ def contexts_of(before: Tensor, found: Predicted) -> Tensor:
 
 
 class RecyclingPredictor(Predictor):
-    """Predicts from a :class:`SuccessorTable`, which it fills as the model verifies drafts."""
+    """Predicts from a :class:`SuccessorTable`, which it fills as the model verifies drafts. The
+    table of an active adapter is where it starts, on a copy."""
 
     reads = Reads("nodes")
     trees = {CHAIN: chain_tree}
@@ -157,30 +222,62 @@ class RecyclingPredictor(Predictor):
 
     def __init__(self, model: Any, options: Any):
         super().__init__(model, options)
+        self.adapter = find_active(model, "TOKEN_RECYCLING", options.adapter)
         self.depth = options.max_depth
         if options.tree != ADAPTIVE:
             tree = static_tree(options, self.trees, self.depth)
             self.static = TreeStates.uniform(tree, self.depth, False)
             self.weighs = self.policy_chooses = False
         self.table: SuccessorTable | None = None
+        #: Tables of calls that are over; None where the table is kept.
+        self._spare: list[SuccessorTable] | None = None
         #: ``(batch, ORDERS - 1)`` the tokens before each row's last one.
         self._before: Tensor | None = None
 
     def start(self, state: DecodeState) -> None:
         super().start(state)
-        size, device, vocab = self.options.table_size, state.root.device, vocabulary(self.model)
-
-        def make() -> SuccessorTable:
-            return SuccessorTable(vocab, size, device)
-
-        key = type(self), size, str(device), vocab
-        # Where the output depends on drafts, these must not depend on earlier calls.
-        keeps = self.options.keep_table and self.options.acceptance != "typical"
-        self.table = recall(self.model, key, make) if keeps else make()
+        device, vocab = state.root.device, vocabulary(self.model)
+        self.table = self._table(vocab, device)
         none = [vocab] * (ORDERS - 1)
         before = [[*none, *row][1 - ORDERS :] for row in state.tokens]
         self._before = to_device(before, device)
         self.num_predicted = [self.depth] * state.batch_size
+
+    @property
+    def table_size(self) -> int:
+        """As the option says, or as large as the adapter's was."""
+        made_with = TABLE_SIZE if self.adapter is None else self.adapter.config.table_size
+        return int(self.options.table_size or made_with)
+
+    def _begun(self, table: SuccessorTable) -> SuccessorTable:
+        """An empty table, or one with the adapter's entries."""
+        if self.adapter is not None:
+            device, tensors = table.keys.device, self.adapter.tensors()
+            table.enter(**{name: one.to(device) for name, one in tensors.items()})
+        return table
+
+    def _table(self, vocab: int, device: torch.device) -> SuccessorTable:
+        """The table that calls share, or one of this call."""
+        adapter, key = self.adapter, (type(self), self.table_size, str(device), vocab)
+
+        def make() -> SuccessorTable:
+            return self._begun(SuccessorTable(vocab, self.table_size, device))
+
+        # Where the output depends on drafts, these must not depend on earlier calls.
+        if not self.options.keep_table or self.options.acceptance == "typical":
+            self._spare = recall(self.model, (*key, "spare"), list)
+            try:
+                table: SuccessorTable = self._spare.pop()  # recorded code is for places in memory
+            except IndexError:
+                return make()
+            table.clear()
+            return self._begun(table)
+        if adapter is None:
+            table = recall(self.model, key, make)
+        else:
+            table = _of_adapter(self.model, (*key, Adapter), adapter, make)
+        _last(self.model)[LAST] = table
+        return table
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         if hidden is None:  # after the prompt
@@ -202,6 +299,11 @@ class RecyclingPredictor(Predictor):
     def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
         return depth, None if is_async(state.root.device) else _goes_on
 
+    def release(self) -> list[Tensor]:
+        if self._spare is not None and self.table is not None:
+            self._spare.append(self.table)
+        return super().release()
+
     def ready(self, tree: Tree, grows: bool) -> bool:
         return True
 
@@ -214,12 +316,11 @@ class RecyclingPredictor(Predictor):
 
     def chain(self, input_ids: Tensor) -> list[int]:
         model, device, none = self.model, input_ids.device, vocabulary(self.model)
-        table = SuccessorTable(none, self.options.table_size, device)
+        table = self._begun(SuccessorTable(none, self.table_size, device))
         before = input_ids.new_full((1, ORDERS - 1), none)
         found = Predicted.of(Tree.chain(input_ids), model(input_ids).logits.to(device))
-        for rows in found.parts(AT_ONCE):
-            table.learn(before, rows, torch.arange(rows.tokens.shape[1], device=device)[None])
-            before = torch.cat([before, rows.tokens], 1)[:, 1 - ORDERS :]
+        table.learn_text(before, found)
+        before = torch.cat([before, input_ids], 1)[:, 1 - ORDERS :]
         tokens = [int(found.following[0, -1, 0])]
         while len(tokens) <= self.depth:
             text = torch.cat([before, input_ids.new_tensor([tokens])], 1)
@@ -228,6 +329,31 @@ class RecyclingPredictor(Predictor):
                 break
             tokens.append(int(following[0, 0]))
         return tokens
+
+
+#: Key of the table that the last call has filled, if it is kept.
+LAST = "last_table"
+
+
+def _last(model: Any) -> dict[str, SuccessorTable]:
+    return recall(model, LAST, dict)
+
+
+@locked
+def _of_adapter(
+    model: Any, key: Hashable, adapter: Adapter, make: Callable[[], SuccessorTable]
+) -> SuccessorTable:
+    """The table that began as an adapter's, unless other tensors have been loaded into that."""
+    tables: WeakKeyDictionary[Adapter, Any] = recall(model, key, WeakKeyDictionary)
+    tensors = adapter.tensors().values()
+    version = [(one.data_ptr(), None if one.is_inference() else one._version) for one in tensors]
+    return made_anew(tables, adapter, (), make, version)
+
+
+def learned_table(model: Any) -> SuccessorTable | None:
+    """The table that the last call with a model has filled; None if there is none, or it was not
+    kept."""
+    return _last(model).get(LAST)
 
 
 class Successors:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
@@ -19,10 +20,10 @@ from transformers import CompileConfig
 
 from hf_spec.cache.attention import zeros
 from hf_spec.core.checks import check_choice, first_line
+from hf_spec.core.device import bucket
 from hf_spec.core.memory import RUNNING, memory
 from hf_spec.core.verify import StepResult
 from hf_spec.modeling_patches.fingerprint import fingerprint
-from hf_spec.modeling_patches.ranks import tensor_parallel_size
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.captures import (
     CUDA_GRAPHS,
@@ -36,12 +37,15 @@ from hf_spec.target.captures import (
     free_memory,
     joined,
     memory_of,
+    memory_size,
     places,
     plain_tensors,
     shape_of,
+    shortages,
     take_turns,
 )
 from hf_spec.target.graph_parts import AnySize, Code, compile_in_parts
+from hf_spec.target.recording import Recording, obstacle
 from hf_spec.threads import Lock
 
 # -- How far two computations of the same numbers may be apart -------------------------------------
@@ -137,19 +141,15 @@ def compiled_parts(backend: str, options: dict[str, Any]) -> AnySize:
 # (:mod:`.captures`), for these places in memory. Before anything is used, its results, and what it
 # writes, are compared with the function's, on several inputs (:data:`CHECKS`). Rounding can make
 # another choice, such as of one of two experts that are equally likely: code that differs is
-# checked once more, and refused if it goes on (:data:`TRIES`).
+# checked once more, and refused if it goes on (:attr:`.recording.Limits.tries`).
 
 logger = logging.getLogger(__name__)
 
-#: Number of recorded functions kept per model, whose results and inputs take memory.
-MOST = 128
 #: Bytes of cache buffers that are kept for a model, where graphs are for places in memory.
 SPARE = 2**30
 #: How much more often than not code must agree with the function, on other inputs each time, to be
 #: used: what is a constant in it by mistake may have the value of the step in which it was made.
 CHECKS = 2
-#: How much more often than not it must differ to be refused.
-TRIES = 3
 #: Largest number of elements of a constant in compiled code, such as slopes and scales.
 SMALL = 256
 
@@ -213,11 +213,12 @@ class _Kept:
         self.warned: set[str] = set()
         self.spare: list[Tensor] = []
         self.recorder: Recorder | None = None
-        #: The inputs of records, which run one at a time, by shape.
-        self.inputs: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
+        #: Inputs and large results of records, which run one at a time, by shape.
+        self.shared: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
         self.layouts: dict[Hashable, int] = {}  # of static inputs, numbered
         self.numbers = count()
         self.shortages = 0  # how often memory has not sufficed beside records
+        self.elsewhere: int | None = None  # how often on the device, whatever for
 
     def refuse(self, name: tuple[Hashable, ...]) -> None:
         """Forget all code for a function, and make no more; ``name``: how its keys begin."""
@@ -232,18 +233,21 @@ class _Kept:
             key: graph for key, graph in self.graphs.items() if not isinstance(graph.code, Captured)
         }
         self.spare.clear()
-        self.shortages += 1
 
-    def trim(self) -> None:
+    def records(self) -> dict[tuple[Hashable, ...], Graph]:
+        """What is recorded."""
+        every = [*self.graphs.items()]  # at once: other threads make some
+        return {key: graph for key, graph in every if isinstance(graph.code, Captured)}
+
+    def last_used(self) -> list[float]:
+        """When each record ran last."""
+        return [graph.used for graph in self.records().values()]
+
+    def trim(self, most: int) -> None:
         """Drop what was recorded for memory that has been freed, and all but what ran last."""
-        recorded = [
-            (graph.used, key, code.is_valid)
-            for key, graph in self.graphs.items()
-            if isinstance(code := graph.code, Captured)
-        ]
-        recorded.sort(key=lambda one: -one[0])
-        for place, (_, key, is_valid) in enumerate(recorded):
-            if place >= MOST or not is_valid:
+        latest = sorted(self.records().items(), key=lambda item: -item[1].used)
+        for place, (key, graph) in enumerate(latest):
+            if place >= most or not graph.code.is_valid:  # type: ignore[attr-defined]
                 del self.graphs[key]
 
 
@@ -258,6 +262,7 @@ class Graphs:
         config: how to compile. ``fullgraph`` and ``dynamic`` have no effect: graphs are always
             whole and have static shapes; nor has Inductor's use of CUDA graphs.
         kind: what functions depend on besides the model and their own keys.
+        recording: when they are recorded; None for when they first occur.
 
     Attributes:
         compiles: whether functions are compiled.
@@ -269,7 +274,10 @@ class Graphs:
             options are given; if Inductor's ``freezing`` is on.
     """
 
-    def __init__(self, model: nn.Module, config: CompileConfig, kind: Hashable):
+    def __init__(
+        self, model: nn.Module, config: CompileConfig, kind: Hashable,
+        recording: Recording | None = None,
+    ):  # fmt: skip
         self.model, self._device = model, placement(model).device
         self.config, self._options, self._backend = config, options_of(config), config.backend
         self.compiles = config.backend != CUDA_GRAPHS
@@ -278,9 +286,11 @@ class Graphs:
         self.records = not self.compiles or (self._device.type in RECORDERS and not split)
         if not self.compiles:
             check_recording(self._device, self._options)
+        self.recording = recording or Recording(self.records)
+        self._limits = self.recording.limits
         with _COMPILING:
             self._kept: _Kept = memory(model).setdefault("graphs", _Kept())
-            self._kept.trim()
+            self._kept.trim(self._limits.most)
         #: What code may contain: memory, and what is there, as weights may change places.
         self._places = self._places_of(model, "")
         #: The last static inputs, and the number of their layouts, by how many there are.
@@ -293,9 +303,14 @@ class Graphs:
         #: there.
         self.counts: Counter[str] = Counter()
         self.tell: Callable[[int], Any] | None = None  # called with this number when it has grown
-        self.obstacle = _obstacle(model, running.hooks, self.records)
-        if self._kept.shortages >= TRIES and self.obstacle is None:
-            self.obstacle = f"memory did not suffice beside records in {TRIES} calls"
+        self.obstacle = obstacle(model, running.hooks, self.records)
+        most = self._limits.tries
+        if self._kept.shortages >= most and self.obstacle is None:
+            self.obstacle = f"memory did not suffice beside records in {most} calls"
+        if self.recording.by_default:
+            before, self._kept.elsewhere = self._kept.elsewhere, shortages(self._device)
+            if before is not None and self._kept.elsewhere > before:
+                self._give_up("memory did not suffice elsewhere in the process")
         if self.obstacle is not None:
             self._warn(self.obstacle)
 
@@ -333,26 +348,48 @@ class Graphs:
                 raise
             short = first_line(error)
         # What has run is gone with the error.
-        with _COMPILING:
-            self._kept.drop_records()
-        free_memory(self._device)
-        self.counts["shortages"] += 1
-        self.obstacle = f"memory does not suffice beside records ({short})"
-        self._warn(self.obstacle)
+        self.drop_all()
+        self._give_up(f"memory does not suffice beside records ({short})")
         return function()
 
+    def drop_all(self) -> None:
+        """Free the memory of what was recorded for the model, and of buffers kept for it."""
+        with _COMPILING:
+            self._kept.drop_records()
+            self._kept.shortages += not self.counts["shortages"]
+        self.counts["shortages"] += 1
+        free_memory(self._device)
+
+    def _give_up(self, why: str) -> None:
+        """Run the call's steps as they are from now on; those of all calls, and without what was
+        recorded, where nobody has asked for it."""
+        self.obstacle = why
+        self._warn(why)
+        if self.recording.by_default:
+            self.recording.end(why)
+            self._kept.drop_records()
+
     def _run(self, job: _Job) -> Sequence[Tensor]:
-        known = self._found(job)
+        key = self._key(job)
+        known = self._found(key)
         if known is not None and known.is_right_for(job):
             self.counts["runs"] += 1
+            self.recording.ran(key, self.records)
             return self._call(known, job.inputs, job.left)
-        if self.obstacle is not None or (self._kind, job.name) in self._kept.refused:
+        never = self.obstacle is not None or (self._kind, job.name) in self._kept.refused
+        if never or (known is None and not self._is_due(key)):
+            self.recording.ran(key, False)
             return job.as_it_is()
         with _COMPILING:
-            graph = self._found(job)
+            graph = self._found(key)
             if graph is not None and graph.is_right_for(job):  # another thread was faster
                 return job.as_it_is()
-            return self._checked(job, graph)
+            with self.recording.making():
+                return self._checked(job, graph)
+
+    def _is_due(self, key: Hashable) -> bool:
+        """Whether code is made now for a key that has none."""
+        return not self.records or self.recording.is_due(key, self._kept.last_used)
 
     def _checked(self, job: _Job, graph: Graph | None) -> Sequence[Tensor]:
         """A job's results without code, which is made, or checked once more."""
@@ -396,12 +433,18 @@ class Graphs:
             else:
                 graph.checks += 1
             kept.graphs[self._key(job)] = graph
-            kept.trim()
-        if graph is None or graph.checks == CHECKS + TRIES:
-            assert problem is not None
+            kept.trim(self._limits.most)
+        if problem is not None and (graph is None or self._is_wrong(graph)):
             kept.refuse((self._kind, job.name))
-            self._warn(problem)
+            if self.recording.by_default:  # what has gone wrong once is not tried with others
+                self._give_up(problem)
+            else:
+                self._warn(problem)
         return found
+
+    def _is_wrong(self, graph: Graph) -> bool:
+        """Whether code that has just differed has done so too often."""
+        return self._limits.tries == 1 or graph.checks == CHECKS + self._limits.tries
 
     @property
     def made(self) -> int:
@@ -417,8 +460,10 @@ class Graphs:
         """Those of another model that drafts in the same call; None if it is on another device."""
         if placement(model).device != self._device:
             return None
-        own = Graphs(model, self.config, kind)
+        own = Graphs(model, self.config, kind, self.recording)
         own.counts, own.tell = self.counts, self.tell
+        if own.obstacle is None:
+            own.obstacle = self.recording.of_another(model, fingerprint(model))
         return own
 
     def admit(self, model: nn.Module) -> Hashable:
@@ -433,12 +478,15 @@ class Graphs:
     def get(self, name: Hashable, inputs: Sequence[Tensor], static: int = 0) -> Graph | None:
         """The code for this key that has been checked; None if there is none, or if it is for other
         weights."""
-        graph = self._found(_Job(name, tuple, inputs, None, tuple, static, tuple, tuple))
+        job = _Job(name, tuple, inputs, None, tuple, static, tuple, tuple)
+        graph = self._found(self._key(job))
         return None if graph is None or graph.checks else graph
 
-    def _found(self, job: _Job) -> Graph | None:
+    def _found(self, key: tuple[Hashable, ...]) -> Graph | None:
         """The same, checked or not."""
-        graph = self._kept.graphs.get(self._key(job))
+        if self.recording.is_slow(key):
+            self._kept.graphs.pop(key, None)
+        graph = self._kept.graphs.get(key)
         if graph is None or graph in self._valid:
             return graph
         if not self._holds(graph):
@@ -463,6 +511,11 @@ class Graphs:
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of finite values: an earlier call's if possible, as CUDA graphs depend on memory
         addresses."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        why = self._limits.why_not(shape, nbytes, memory_size(device))
+        if why is not None:  # so is a buffer that the cache grows into
+            self.obstacle = why
+            self._warn(why)
         with _COMPILING:
             for index, one in enumerate(self._kept.spare):
                 if (tuple(one.shape), one.dtype, one.device) == (shape, dtype, device):
@@ -470,10 +523,14 @@ class Graphs:
                     return self._kept.spare.pop(index)
         return self.spared(partial(zeros, shape, dtype, device))
 
+    def sized(self, slots: int) -> int:
+        """See :class:`hf_spec.cache.attention.Allocator`."""
+        return bucket(slots, self._limits.parts)
+
     def spare(self, buffers: Sequence[Tensor]) -> None:
         """Keep these buffers for later calls, and those of earlier ones as long as all take no more
         than twice as much as these, or :data:`SPARE`: calls of other lengths use others."""
-        if not buffers:
+        if not buffers or (self.obstacle is not None and self.recording.by_default):
             return
         with _COMPILING:
             for device in {buffer.device for buffer in buffers}:
@@ -482,6 +539,7 @@ class Graphs:
             self._kept.spare[:0] = buffers
             room = 2 * sum(buffer.nbytes for buffer in buffers)
             room = max(room, SPARE) if self.records else room
+            room = room if self._limits.cache is None else self._limits.cache
             while sum(buffer.nbytes for buffer in self._kept.spare) > room:
                 del self._kept.spare[-1]
 
@@ -492,7 +550,7 @@ class Graphs:
         how = " and ".join(["compiled"] * self.compiles + ["recorded"] * self.records)
         return {
             "how": how, "made": self.made, "kept": len(kept.graphs), "runs": self.counts["runs"],
-            "refused": sorted(kept.warned),
+            "refused": sorted(kept.warned), **self.recording.told(),
         }  # fmt: skip
 
     def _key(self, job: _Job) -> tuple[Hashable, ...]:
@@ -551,7 +609,9 @@ class Graphs:
             return replace(made, seen=set())
         if kept.recorder is None:
             kept.recorder = RECORDERS[self._device.type](self._device)
-        code = Captured(kept.recorder, made.code, job.inputs, job.static, kept.inputs)
+        self.recording.begins(self.model)
+        given = job.inputs, job.static, kept.shared, job.left
+        code = Captured(kept.recorder, made.code, *given)
         return replace(made, code=code, seen=set())
 
     def _watched(self, function: Function, inputs: Sequence[Tensor]) -> Graph:
@@ -594,31 +654,11 @@ class Graphs:
     def _warn(self, why: str) -> None:
         if why not in self._kept.warned:
             self._kept.warned.add(why)
-            logger.warning(
-                "%s: steps that should be compiled run as they are: %s", type(self.model).__name__,
-                why,
+            logger.log(
+                logging.INFO if self.recording.by_default else logging.WARNING,
+                "%s: steps that should be %s run as they are: %s", type(self.model).__name__,
+                "compiled" if self.compiles else "recorded", why,
             )  # fmt: skip
-
-
-def _obstacle(model: Any, hooks: Collection[str], records: bool) -> str | None:
-    """Why a model with these hooks cannot be compiled, or recorded, at all; None if no reason is
-    known."""
-    sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
-    if sharded or tensor_parallel_size(model) > 1:
-        return (
-            "its weights are split among processes, all of which would have to make the same code"
-        )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return "some of its weights are offloaded"
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if records and len(devices) > 1:
-        return f"its weights are on {' and '.join(devices)}, and a CUDA graph is for one device"
-    if hooks:
-        return f"its modules have hooks ({', '.join(sorted(hooks))}), which compiled code omits"
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is not None and not quantizer.is_compileable:
-        return "its quantization cannot be compiled"
-    return None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -129,6 +129,19 @@ def test_order_rotates_and_wrong_outputs_are_counted(model, tokenizer, prompts, 
     assert found == [(0, 4), (4, 0), (0, 4)]
 
 
+def test_no_contender_sees_what_another_one_has_learned(model, tokenizer, prompts):
+    """Else the second of two would draft the answers that the first one gave."""
+    names = ["token_recycling:first", "token_recycling:second"]
+    options = dict.fromkeys(names, {"drafting": "always"})
+    result = run(model, tokenizer, prompts, names, options, max_new_tokens=NEW)
+    steps = {name: [] for name in names}
+    for one in result.measurements:
+        if one.strategy in steps:
+            steps[one.strategy].append(one.row_steps)
+    assert steps[names[0]] == steps[names[1]]
+    assert sum(steps[names[0]]) < NEW * len(prompts)
+
+
 def test_the_models_own_sampling_defaults_do_not_interfere(tokenizer, prompts):
     model = make_model()
     model.generation_config.update(do_sample=True, temperature=0.5, top_k=3, pad_token_id=None)

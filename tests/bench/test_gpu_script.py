@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replay import Replay
 from scripts import load_script
 
 #: Prints messages and does then what a process may do.
@@ -57,6 +58,76 @@ def test_every_part_runs(
     assert "eagle3*" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="is of other options"):
         gpu.main([*words, "--rates", "0.5"])
+
+
+#: Arguments of a run on a CPU that is quick.
+SMALL = [
+    "--model", "random", "--contexts", "40", "--batches", "1", "--new-tokens", "8", "--prompts",
+    "1", "--device", "cpu", "--dtype", "float32", "--here",
+]  # fmt: skip
+
+
+def test_the_run_that_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where CUDA graphs are emulated, what needs no CUDA is checked; without CUDA nothing is
+    decided."""
+    gpu: Any = load_script("gpu")
+    checks: Any = sys.modules["gpu_checks"]
+    words = [*SMALL, "--decide", "--output", str(tmp_path / "decide.json")]
+    args = gpu.parse(words)
+    assert args.minutes < 10 and gpu.parse(SMALL).minutes < 8
+    cells = gpu.plan(args)
+    assert {one.contender for one in cells if one.what == "check"} == {*checks.CHECKS}
+    monkeypatch.setattr(gpu, "plan", lambda _: [one for one in cells if one.what == "check"])
+    monkeypatch.setitem(checks.RECORDERS, "cpu", Replay)
+    monkeypatch.setattr(checks, "CALLS", 2)
+    monkeypatch.setattr(checks, "LONG", 1)
+    gpu.main(words)
+    written = json.loads((tmp_path / "decide.json").read_text())
+    rows = {row["cell"][0]: row for row in written["rows"]}
+    assert {name for name, row in rows.items() if "skipped" in row} == {*checks.ON_CUDA}
+    assert not [row for row in rows.values() if "error" in row]
+    assert rows["an interrupt"]["runs"] and "recorded" in rows["experts"]["float32"]
+    assert rows["the default"]["eager_s"] > 0
+    said = capsys.readouterr().out
+    assert "NO   a failed capture: needs CUDA" in said and "yes  an interrupt: as it should" in said
+    assert "RECORD_BY_DEFAULT stays False" in said
+
+
+def decided(**changes: dict[str, Any]) -> tuple[bool, Any]:
+    """Whether all conditions hold, and those that do not, of good results with some changes."""
+    gpu: Any = load_script("gpu")
+    checks: Any = sys.modules["gpu_checks"]
+    rows: dict[Any, Any] = {one: {"tokens_per_second": 100.0} for one in checks.decisive()}
+    for one, row in rows.items():
+        row |= {"the tests": {"failed": 0, "passed": 400}}.get(one.contender, {})
+        row |= {"the default": {"longest_ratio": 1.05, "runs": 40}}.get(one.contender, {})
+        if one.contender == "medusa" and one.way == "recorded":
+            row |= {"ms": 7.2, "first_call_s": 3.9, "tokens_per_second": 180.0}
+        row |= changes.get(f"{one.contender} {one.way}".replace(" eager", ""), {})
+    wrong = [said for holds, said in checks.verdict([*rows.items()]) if not holds]
+    assert gpu.print_verdict([*rows.items()]) == (not wrong)
+    return not wrong, wrong
+
+
+def test_what_is_decided(capsys: pytest.CaptureFixture[str]) -> None:
+    """All conditions must hold; the last line says what to do."""
+    assert decided() == (True, [])
+    assert "set RECORD_BY_DEFAULT = True" in capsys.readouterr().out
+    for changes, why in (
+        ({"many streams": {"error": "others' memory was written"}}, "others' memory was written"),
+        ({"the tests": {"failed": 2, "names": ["a", "b"]}}, "tests that fail: 2"),
+        ({"the default": {"longest_ratio": 1.2}}, "1.20 times"),
+        ({"the default": {"runs": 0}}, "last call by default: 0"),
+        ({"medusa recorded": {"ms": 7.9}}, "7.90 of 7.5 ms"),
+        ({"medusa recorded": {"first_call_s": 6.0}}, "6.0 of 4.0 s"),
+        ({"medusa recorded": {"tokens_per_second": 110.0}}, "1.10 times as fast"),
+        ({"medusa recorded": {"error": "took too long", "ms": None}}, "took too long"),
+    ):
+        holds, wrong = decided(**changes)
+        assert not holds and any(why in said for said in wrong), (why, wrong)
+    assert "RECORD_BY_DEFAULT stays False" in capsys.readouterr().out
 
 
 def measured(

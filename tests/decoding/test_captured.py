@@ -30,11 +30,12 @@ import hf_spec
 from hf_spec.core.memory import memory
 from hf_spec.decoding.step import DeviceStep
 from hf_spec.modeling_patches.modules import CACHE
-from hf_spec.target import captures
+from hf_spec.target import captures, recording
 from hf_spec.target.captures import Captured, Unrepeatable, Watch
 from hf_spec.target.compiled import _Step
 from hf_spec.target.graph_parts import AnySize, compile_in_parts
-from hf_spec.target.graphs import CHECKS, TRIES
+from hf_spec.target.graphs import CHECKS
+from hf_spec.target.recording import ASKED
 
 pytestmark = pytest.mark.usefixtures("recorded")
 
@@ -423,7 +424,7 @@ def test_memory_that_records_take(shallow: Tiny, monkeypatch: pytest.MonkeyPatch
         return eager(self)
 
     monkeypatch.setattr(_Step, "_eager", step)
-    for _ in range(TRIES + 1):
+    for _ in range(ASKED.tries + 1):
         output = same(model, spec, RECORDED, inputs=prompt())
         made.append(compiled(output)["made"])
         assert not memory(model)["graphs"].graphs
@@ -517,7 +518,7 @@ def test_records_go(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     del buffer
     gc.collect()
     assert graphs_of(model, RECORDED).details()["kept"] == 1
-    monkeypatch.setattr("hf_spec.target.graphs.MOST", 3)
+    monkeypatch.setattr(recording, "ASKED", ASKED._replace(most=3))
     for name in "abcd":
         run("add", other)
         run(name, other)
@@ -538,6 +539,19 @@ def test_logits_are_not_kept(shallow: Tiny) -> None:
         assert not logits.untyped_storage().nbytes() and not hidden.untyped_storage().nbytes()
         assert all(one.numel() for one in others)
     assert records
+
+
+def test_logits_that_the_host_reads(shallow: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a call wants scores, the records of one size have their logits in one place."""
+    monkeypatch.setattr(captures, "LARGE", 1)
+    model = adapt(shallow(), "medusa")
+    for name in [*FEW] * 2:
+        given = strategy(name, **FEW[name])
+        output = check_one(model, given, RECORDED, inputs=prompt(), output_scores=True)
+    assert compiled(output)["runs"]
+    own = [[*one.code._large] for one in memory(model)["graphs"].graphs.values()]
+    logits = [one for large in own for one in large if one.shape[-1] == 61]
+    assert len(logits) > 1 and len({one.data_ptr() for one in logits}) == 1
 
 
 def test_buffers_of_earlier_calls_are_taken_over(

@@ -31,7 +31,8 @@ from hf_spec.draft import policy
 from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches.modules import CACHE
 from hf_spec.target import captures
-from hf_spec.target.graphs import CHECKS, TRIES, Graphs
+from hf_spec.target.graphs import CHECKS, Graphs
+from hf_spec.target.recording import ASKED
 
 NEW = 16
 #: Options of each strategy, under which every step drafts.
@@ -216,11 +217,11 @@ def test_rounding_is_that_of_the_inputs(dtype: torch.dtype, fresh: Any) -> None:
         graphs.run(name, lambda x: (x.float(),), [states], lambda: (near,), tuple)
 
     for scale in (1.02, 1.06):
-        for _ in range(TRIES):
+        for _ in range(ASKED.tries):
             run(scale, scale)
         assert (graphs.get(scale, [states]) is None) == (dtype == torch.float32)
     assert bool(graphs.details()["refused"]) == (dtype == torch.float32)
-    for _ in range(TRIES):
+    for _ in range(ASKED.tries):
         run("far", 1.2)
     assert graphs.details()["refused"] and graphs.get("far", [states]) is None
 
@@ -229,8 +230,8 @@ def test_rounding_is_that_of_the_inputs(dtype: torch.dtype, fresh: Any) -> None:
     ("checks", "used"),
     [
         ([True] * CHECKS, True), ([False, True, True, True], True),
-        ([True, False, False, *[True] * 3], True), ([False] * TRIES, False),
-        ([True, *[False] * (TRIES + 1)], False),
+        ([True, False, False, *[True] * 3], True), ([False] * ASKED.tries, False),
+        ([True, *[False] * (ASKED.tries + 1)], False),
     ],
 )  # fmt: skip
 def test_code_that_differs_once(checks: list[bool], used: bool, fresh: Any) -> None:

@@ -54,7 +54,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 READS_OF = {"draft_model": 2}
 NAMES = (
     "prompt_lookup", "medusa", "propd", "bita", "space", "ppd", "dflash", "dspark", "eagle3",
-    "mtp", "draft_model",
+    "mtp", "draft_model", "token_recycling",
 )  # fmt: skip
 
 
@@ -92,8 +92,9 @@ def test_one_read_per_step(
     with counted(monkeypatch) as seen:
         output = generate(model, ragged(), max_new_tokens=70, **kwargs)
     steps = output.spec_stats.num_steps
-    # Some more to begin with, and while rows end, when it matters how many tokens are left.
-    expected, more = READS_OF.get(kwargs["assistant_strategy"], 1) * steps, 30
+    # Some more to begin with, while rows end, when it matters how many tokens are left, and where a
+    # size is recorded that the first call did not have.
+    expected, more = READS_OF.get(kwargs["assistant_strategy"], 1) * steps, 40
     assert more < steps and len(seen) < expected + more, (steps, len(seen))
 
 

@@ -107,8 +107,10 @@ MOST = {
     ("medusa", "processed"): (135, 79, 10),
     ("space", "greedy"): (156, 50, 7),
     ("eagle3", "greedy"): (426, 236, 5),
-    ("medusa sparse", "greedy"): (90, 25, 7),
+    ("medusa sparse", "greedy"): (94, 25, 7),
     ("propd online", "greedy"): (138, 24, 5),
+    ("token_recycling", "greedy"): (290, 165, 5),
+    ("token_recycling", "sampled"): (400, 165, 8),
 }
 
 

@@ -1,5 +1,6 @@
 """Two processes that call a model together: once with a copy each, once with a half each."""
 
+import copy
 import json
 import os
 import random
@@ -17,14 +18,16 @@ import torch.distributed as dist
 from conftest import prompt, shared
 from covering import EVERY_CASE
 from random_mtp import read_or_random
-from replay import RECORDED, Rerun
+from replay import RECORDED, Replay, Rerun
 from running import CAPTURED, needed
 from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec.methods import mtp
 from hf_spec.methods.registry import methods
-from hf_spec.target import captures
+from hf_spec.modeling_patches.fingerprint import fingerprint
+from hf_spec.target import captures, recording
+from hf_spec.target.recording import Call, Recording
 
 NEW = 16
 OPTIONS = {"layer_skip": {"skip_attention": [1], "skip_mlp": [2]}}
@@ -39,7 +42,7 @@ def worker(rank: int, folder: str, port: int) -> None:
     }  # fmt: skip
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    found = {"whole": whole(rank), "halves": halves(rank, folder)}
+    found = {"whole": whole(rank), "replica": replica(rank), "halves": halves(rank, folder)}
     Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -60,6 +63,29 @@ def whole(rank: int) -> dict[str, Any]:
     hook.remove()
     steps = hf_spec.last_stats(model).num_steps
     return {"equal": torch.equal(plain, out), "rows": rows, "steps": steps}
+
+
+def replica(rank: int) -> dict[str, Any]:
+    """A model of each rank's own, as in data parallelism, whose steps are recorded; on the second
+    rank that fails."""
+
+    class Fails(Replay):
+        def record(self, function: Any, inputs: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model, spec = shared("llama"), {"assistant_strategy": "prompt_lookup"}
+    plain = outputs(model, {}, seeds=0)
+    captures.RECORDERS["cpu"] = Fails if rank else Replay
+    hf_spec.record(model)
+    with warnings.catch_warnings(action="ignore"):
+        equal = [outputs(model, spec, seeds=0) == plain for _ in range(2)]
+    details = hf_spec.last_stats(model).details["compiled"]
+    hf_spec.record(model, False)
+    # By default such a process records nothing: nobody has tried it on several GPUs.
+    recording.RECORD_BY_DEFAULT = True
+    why = Recording.of(copy.deepcopy(model), Call(fingerprint(model))).why
+    recording.RECORD_BY_DEFAULT = False
+    return {"equal": equal, "runs": details["runs"], "refused": details["refused"], "why": why}
 
 
 def halves(rank: int, folder: str) -> dict[str, Any]:
@@ -121,6 +147,15 @@ def test_ranks_decide_alike(found: list[dict[str, Any]], name: str) -> None:
     first, second = (one["halves"] for one in found)
     assert first[name] == second[name]
     assert first[name] == first["plain"]
+
+
+def test_replicas_record_each_for_itself(found: list[dict[str, Any]]) -> None:
+    """One that cannot runs eager steps; nobody waits for it."""
+    first, second = (one["replica"] for one in found)
+    assert first["equal"] == second["equal"] == [True, True]
+    assert first["runs"] and not first["refused"]
+    assert not second["runs"] and "out of memory" in str(second["refused"])
+    assert first["why"] == second["why"] == "the process is one of several ranks"
 
 
 def test_ranks_make_no_code(found: list[dict[str, Any]]) -> None:

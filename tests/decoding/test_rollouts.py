@@ -171,6 +171,23 @@ def test_when_answers_are_used(fresh: Tiny) -> None:
     assert kept(rollout(model, frozen, two)) == 0, "what is not trained does not change"
 
 
+@pytest.mark.usefixtures("hooks_count")
+def test_hooks_that_may_tell_tokens_apart_see_one_token_at_a_time(fresh: Tiny) -> None:
+    """Earlier answers are several."""
+    history, model, widths = hf_spec.RolloutHistory(), fresh("llama"), list[int]()
+    call = partial(rollout, model, history, prompt(12), do_sample=False, temperature=None)
+    call()
+    change(model, 0.001)
+
+    def noted(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
+        widths.append(output.shape[1])
+        return output
+
+    model.model.layers[1].register_forward_hook(noted)
+    out = call()
+    assert widths[-20:] == [1] * 20 and out.spec_stats.num_drafted_tokens == 0
+
+
 def test_old_tokens_of_few_rows_are_not_verified(fresh: Tiny) -> None:
     """The other rows would be padded for nothing."""
     history, model = hf_spec.RolloutHistory(), fresh("llama")

@@ -59,7 +59,7 @@ def together(model: Any, requests: Sequence[Request], seed: int = 0, most: int =
         while left and (batch is None or len(batch.calls) < most and rng.random() < 0.5):
             number = left.pop(0)
             calls.append(call := begun(model, requests[number], number))
-            if not all(call.sequences.active):  # its first token was its last
+            if not all(call.sequences.now.active):  # its first token was its last
                 continue
             if batch is None:
                 batch = SharedSteps(call)

@@ -1,6 +1,7 @@
 """Drafters with a decoder of their own draft in every step what they draft from scratch."""
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ import hf_spec
 from hf_spec.core.memory import memory
 from hf_spec.core.verify import HostResult
 from hf_spec.draft import draft_cache
-from hf_spec.draft.draft_cache import DraftCache
+from hf_spec.draft.draft_cache import DraftCache, TracedDraftCache
 from hf_spec.draft.policy import StepPolicy
 from hf_spec.methods.eagle3 import Eagle3Config
 from hf_spec.predict.network import NetworkPredictor
@@ -103,6 +104,41 @@ def test_drafts_after_steps_that_did_not_draft(model: Any, monkeypatch: pytest.M
     with compared(monkeypatch) as steps:
         check_same(model, spec, **ragged(), **GREEDY)
     assert len(steps) > 9
+
+
+@pytest.mark.parametrize("way", [{}, CAPTURED], ids=["eager", "recorded"])
+def test_trees_grow_only_for_steps_that_draft(
+    model: Any, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
+) -> None:
+    """What was committed is taken in once, and not after the last token."""
+    draft_everything(monkeypatch)
+    turns, counts = iter([True, False, False, True] * 100), Counter[str]()
+    advance, levels = NetworkPredictor.advance, NetworkPredictor.levels
+    received = NetworkPredictor.received
+
+    def drafts(self: Any, lookup: bool = False) -> bool:
+        counts["drafting steps"] += (drafts := next(turns))
+        return drafts
+
+    def noted(name: str, method: Any) -> Any:
+        def called(self: Any, *given: Any) -> Any:
+            counts[name] += not isinstance(self.cache, TracedDraftCache)
+            return method(self, *given)
+
+        return called
+
+    monkeypatch.setattr(StepPolicy, "drafts", drafts)
+    monkeypatch.setattr(NetworkPredictor, "advance", noted("taken in", advance))
+    monkeypatch.setattr(NetworkPredictor, "received", noted("taken in", received))
+    monkeypatch.setattr(NetworkPredictor, "levels", noted("grown", levels))
+    spec = {"assistant_strategy": "eagle3", "assistant_kwargs": {"lookup": False}}
+    model.generate(**ragged(), **GREEDY, **spec, **way)
+    steps = hf_spec.last_stats(model).num_steps
+    if not way:  # a program has no host to ask
+        assert counts["grown"] == counts["drafting steps"] > 5
+        assert counts["taken in"] == steps - 1
+    else:
+        assert counts["grown"] == 1 and counts["taken in"] == steps
 
 
 def test_windows_are_rings(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

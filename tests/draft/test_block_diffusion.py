@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from step_by_hand import proposed
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -112,7 +113,7 @@ def test_a_block_is_that_of_the_reference(name: str, layout: str) -> None:
             if step:
                 break
         state.root = root
-        tree = whole.propose(state)
+        tree = proposed(whole, state)
         first = io[f"step{step}.hidden"].shape[1] - distances
         found = {"hidden": drafter.hidden[..., :width], "logits": drafter.logits(drafter.hidden)}
         if "dspine" in name:

@@ -9,6 +9,7 @@ import random
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import product
@@ -202,13 +203,14 @@ def simulate(
     learned: Learned, table: Array, seconds: Seconds, steps: int, *, real: Array | None = None,
     batch: int = 1, group: int = 0, drafting: float = 0.02, noise: float = 0.1, seed: int = 0,
     calibration: Calibration | None = None, enabled: bool = True,
-    setting: tuple[int, int, str] | None = None,
+    setting: tuple[int, int, str] | None = None, records: int | None = None,
 ) -> tuple[list[int], int, float, StepPolicy]:  # fmt: skip
     """A call of so many steps; one in a hundred stalls.
 
     Args:
         table: promised chances of each rank, by distance; ``real``: those that come.
         calibration: corrects what is promised, and learns.
+        records: steps of a size until those of this size are recorded, and take a tenth.
 
     Returns:
         Candidates of each step; tokens, on average of those that could come, and seconds without
@@ -224,7 +226,7 @@ def simulate(
     policy = StepPolicy(stats, learned, setting or (batch, *HERE[1:]), enabled)
     rows, known = [found(table)] * batch, True
     offered, nothing = (Tree.of_rows(one, "cpu") for one in (rows, [Row.root()] * batch))
-    sizes, tokens, total = [], 0, 0.0
+    sizes, tokens, total, taken = [], 0, 0.0, Counter[int]()
     for _ in range(steps):
         tree = nothing
         if calibration is not None:
@@ -233,10 +235,14 @@ def simulate(
             rows = [found(trusted / np.maximum(trusted.sum(1, keepdims=True), 1))] * batch
             offered = Tree.of_rows(rows, "cpu")
         if drafts := policy.drafts():
-            stats.draft_seconds += drafting
             whole = offered if known else nothing
             tree = policy_tree(policy, whole, drafter, [True] * batch, [9] * batch)
-        spent = seconds(tree.num_nodes) + drafting * drafts
+        size = width(tree.num_tokens, tree.num_probes)
+        recorded = records is not None and taken[size] >= records
+        taken[size] += 1
+        share = 0.1 if recorded else 1.0
+        stats.draft_seconds += share * drafting * drafts
+        spent = share * (seconds(tree.num_nodes) + drafting * drafts)
         counts, ended, parents = [], 0, tree.drafted.parents.tolist()
         for row in range(batch):
             came = [int((rng.random() >= distance).sum()) for distance in real]
@@ -252,7 +258,7 @@ def simulate(
         if group:  # one row: the next step has predictions where this one ended at probes
             known = tree.num_probes > 0 and ended in drafter.probed[0]
         stall = 10.0 if rng.random() < 0.01 else 1.0
-        policy.observe(tree, counts, spent * rng.lognormvariate(0.0, noise) * stall)
+        policy.observe(tree, counts, spent * rng.lognormvariate(0.0, noise) * stall, recorded)
         sizes.append(tree.num_tokens - 1)
         tokens += sum(counts) if calibration is not None else batch * average[sizes[-1]]
         total += spent
@@ -452,19 +458,24 @@ def test_drafting_resumes(
 ) -> None:  # fmt: skip
     """Drafts are wrong for 15 forwards; from then on they are the strategy's own."""
     model, widths = timed(2.0)
-    propose = get_method(name).drafter.propose
+    drafter = get_method(name).drafter
+    step, propose = drafter.step, drafter.propose
 
-    def wrong_at_first(self: Any, state: Any) -> Any:
+    def at_once(self: Any, state: Any, *given: Any) -> None:
         now, forwards = clock.now, len(widths)
-        tree = propose(self, state)
+        step(self, state, *given)
         clock.now = now  # drafting takes no time here
         del widths[forwards:]
-        if forwards < 15:
+
+    def wrong_at_first(self: Any, state: Any) -> Any:
+        tree = propose(self, state)
+        if len(widths) < 15:
             wrong = torch.full_like(tree.drafted.tokens, PAD)  # which these models do not emit
             tree = tree.with_tokens(torch.cat([tree.tokens[:, :1], wrong[:, 1:]], dim=1))
         return tree
 
-    monkeypatch.setattr(get_method(name).drafter, "propose", wrong_at_first)
+    monkeypatch.setattr(drafter, "step", at_once)
+    monkeypatch.setattr(drafter, "propose", wrong_at_first)
     plain = model.generate(**INPUTS[inputs], **GREEDY).sequences
     assert not (plain[:, 12:] == PAD).any()
     widths.clear()
@@ -533,3 +544,48 @@ def test_plans_fill_padded_shapes(group: int) -> None:
         spent = 1 + 0.02 * rng.uniform(0.1, 2) * width(tree.num_tokens, tree.num_probes)
         policy.observe(tree, [1 + int(rng.integers(tree.num_tokens))], spent)
     assert seen <= shapes and len(seen) > 2
+
+
+# -- steps that are recorded after a while -----------------------------------------------------
+
+
+@pytest.mark.parametrize("records", [0, 8, 40])
+def test_steps_that_are_recorded_after_a_while(records: int) -> None:
+    """The times of eager and of recorded steps are learned apart. What takes a tenth does so for
+    all sizes, so that the choice is that of before, whenever which size has been recorded; and
+    plain steps, which are rare, need not be."""
+    seconds, learned = line(0.1), Learned()
+    always = simulate(Learned(), CHANCES, seconds, 500, noise=0.0)[0]
+    sizes, *_, policy = simulate(learned, CHANCES, seconds, 500, noise=0.0, records=records)
+    usual = Counter(always[200:]).most_common(1)[0][0]
+    assert Counter(sizes[200:])[usual] > 0.9 * len(sizes[200:])
+    assert sizes.count(0) <= always.count(0) + 3
+    size, kinds = width(1 + usual, 0), {key[2]: one for key, one in learned.settings.items()}
+    assert {*kinds} == {"cpu", "cpu, recorded"} and policy.setting is kinds["cpu, recorded"]
+    assert policy.setting.times.mean(size) == pytest.approx(0.1 * seconds(1 + usual), rel=0.5)
+    if records:
+        assert kinds["cpu"].times.mean(size) == pytest.approx(seconds(1 + usual), rel=0.5)
+    # The next call goes on with them.
+    assert StepPolicy(SpecStats(), learned, HERE).setting is policy.setting
+
+
+def test_a_step_that_is_not_recorded_any_more() -> None:
+    """As where memory does not suffice: the times are those of eager steps again."""
+    learned, seconds = Learned(), line(0.1)
+    simulate(learned, CHANCES, seconds, 100, noise=0.0, records=4)
+    sizes, *_, policy = simulate(learned, CHANCES, seconds, 200, noise=0.0)
+    alone = simulate(Learned(), CHANCES, seconds, 200, noise=0.0)[0]
+    assert Counter(sizes[100:]).most_common(1)[0][0] == Counter(alone[100:]).most_common(1)[0][0]
+    assert policy.setting is learned.settings[HERE]
+
+
+def test_steps_that_are_recorded_from_the_first_on() -> None:
+    """Nothing is known of eager ones, nor needed."""
+    learned = Learned()
+    policy = StepPolicy(SpecStats(), learned, HERE, recorded=True)
+    assert {*learned.settings} == {(*HERE[:2], "cpu, recorded")}
+    for _ in range(4):
+        policy.drafts()
+        policy.observe(PLAIN, [1], 1.0, recorded=True)
+    assert policy.setting.times.mean(1) == pytest.approx(1.0)
+    assert HERE not in learned.settings

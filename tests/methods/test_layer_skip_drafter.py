@@ -10,6 +10,7 @@ import torch
 from conftest import Tiny, prompt
 from naive_cache import pack
 from running import drafting, running
+from step_by_hand import proposed
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -17,6 +18,7 @@ import hf_spec
 from hf_spec.core.memory import forget
 from hf_spec.core.tree import Row, Tree
 from hf_spec.core.verify import HostResult
+from hf_spec.decoding.sequences import Snapshot
 from hf_spec.draft.state import DecodeState
 from hf_spec.methods.layer_skip import LayerSkipOptions, LayerSkipPredictor, ThresholdExit
 from hf_spec.modeling_patches.modules import CACHE
@@ -85,10 +87,8 @@ class Setting:
         prefilled = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
         cache = pack(prefilled[CACHE], mask, width + 16)
         target = Target(model, cache, torch.full((len(rows),), 1000))
-        sequences = SimpleNamespace(
-            tokens=rows, rows=range(len(rows)), active=[True] * len(rows),
-            remaining=[50] * len(rows),
-        )  # fmt: skip
+        self.now = Snapshot(rows, [True] * len(rows), [50] * len(rows))
+        sequences = SimpleNamespace(rows=range(len(rows)), now=self.now)
         self.state = DecodeState(
             model, None, target, cache, sequences,
             root=torch.tensor([row[-1] for row in rows]), do_sample=False,
@@ -152,7 +152,7 @@ def test_drafts_are_those_of_the_skipping_model_behind_the_full_models_cache(
 ) -> None:
     one = setting(lengths)
     drafter = one.started(**SKIPS[skips], draft_exit="fixed", num_draft_tokens=5)
-    tree = drafter.propose(one.state)
+    tree = proposed(drafter, one.state)
     assert tree.is_chain and tree.q is None
     assert tree.row_depths == (5,) * len(lengths)
     assert one.state.stats.num_draft_forwards == 5
@@ -175,7 +175,7 @@ def test_each_row_stops_after_its_first_unsure_token(
     threshold = (ordered[place] + ordered[place + 1]) / 2
 
     drafter = one.started(**skips, threshold=threshold, draft_exit="threshold", num_draft_tokens=6)
-    tree = drafter.propose(one.state)
+    tree = proposed(drafter, one.state)
     for row, (wanted, _) in enumerate(stock):
         sure = [chance >= threshold for chance in chances[row]]
         length = sure.index(False) + 1 if False in sure else 6
@@ -211,7 +211,7 @@ def test_exits_look_at_what_the_drafting_model_says_itself(
     threshold = sum(sorted(first)[1:3]) / 2  # two rows are sure of their first tokens
     one.state.process = lambda logits, *_, drafting: logits.float() / temperature
     drafter = one.started(**skips, draft_exit="threshold", threshold=threshold, num_draft_tokens=2)
-    depths = drafter.propose(one.state).row_depths
+    depths = proposed(drafter, one.state).row_depths
     assert depths == tuple(2 if chance >= threshold else 1 for chance in first)
 
 
@@ -223,7 +223,7 @@ def timed(
 ) -> tuple[Setting, Any]:
     one = setting(lengths)
     forget(one.model)
-    one.state.timed, one.state.draft_cost = True, lambda: price
+    one.state.timed, one.state.draft_cost = True, price
     return one, one.started(**{**SKIPS["layer 0"], "num_draft_tokens": 4, **options})
 
 
@@ -260,7 +260,7 @@ def test_trees_are_chains_with_the_next_likeliest_tokens(
     drafter.predictor.exit.calibration.hits[:] = (
         factor * drafter.predictor.exit.calibration.expected
     )
-    tree = drafter.propose(one.state)
+    tree = proposed(drafter, one.state)
     assert one.state.stats.num_draft_forwards == 4 and tree.q is None
     for row in range(len(lengths)):
         found, wanted = nodes_of(tree, row), oracle_tree(one, row, 4, [factor] * 4)
@@ -286,20 +286,20 @@ def test_drafting_ends_where_the_next_forward_is_not_worth_its_price(
         best = [[max(c for p, c in t.items() if len(p) == k) for k in range(1, 7)] for t in trees]
         worth = [rates[k + 1] * (best[0][k] + best[1][k]) for k in range(5)]
         wanted = 1 + next((k for k in range(5) if not worth[k] > price), 5)
-        drafter.propose(one.state)
+        proposed(drafter, one.state)
         assert one.state.stats.num_draft_forwards == wanted
 
 
 def test_rows_that_are_done_and_budgets_that_end(setting: Callable[..., Setting]) -> None:
     one, drafter = timed(setting, [5, 6], threshold=0.0)
-    rows = one.state.sequences
-    rows.active, rows.remaining = [False, True], [1, 3]
-    tree = drafter.propose(one.state)
+    rows = one.now
+    rows.active[:], rows.remaining[:] = [False, True], [1, 3]
+    tree = proposed(drafter, one.state)
     assert tree.row_depths == (0, 2) and tree.row_sizes == (0, 6)
     one.state.timed = False
-    assert drafter.propose(one.state).row_depths == (0, 2)  # of chains
-    one.state.timed, rows.remaining = True, [1, 1]
-    tree = drafter.propose(one.state)
+    assert proposed(drafter, one.state).row_depths == (0, 2)  # of chains
+    one.state.timed, rows.remaining[:] = True, [1, 1]
+    tree = proposed(drafter, one.state)
     assert tree.num_nodes == 1 and tree.host is not None
     assert tree.host.probs.tolist() == [[1.0], [1.0]]
 
@@ -314,7 +314,7 @@ def test_what_processors_rule_out_is_no_candidate(setting: Callable[..., Setting
         return scores
 
     one.state.process = process
-    tree = drafter.propose(one.state)
+    tree = proposed(drafter, one.state)
     assert tree.row_sizes == (8,)
     assert {token for path in nodes_of(tree, 0) for token in path} == set(allowed)
 
@@ -322,7 +322,7 @@ def test_what_processors_rule_out_is_no_candidate(setting: Callable[..., Setting
 def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting]) -> None:
     """It must bring its price beyond the tokens that are candidates already."""
     one, drafter = timed(setting, [6])
-    chain = next(path for path in nodes_of(drafter.propose(one.state), 0) if len(path) == 4)
+    chain = next(path for path in nodes_of(proposed(drafter, one.state), 0) if len(path) == 4)
     other = (chain[0] + 1) % 50  # where drafts part with what was looked up, that holds nothing
     for first, sure, wanted in ((chain[0], 0.6, 0), (chain[0], 0.4, 4), (other, 0.4, 4)):
         one, drafter = timed(setting, [6], 0.5)
@@ -330,7 +330,7 @@ def test_no_forward_is_run_for_what_was_looked_up(setting: Callable[..., Setting
             1e-3  # so that paths are as sure as can be
         )
         one.state.looked_up = [Row([-1, 0, 1], [0, first, chain[1]], [1.0, sure, sure])]
-        tree = drafter.propose(one.state)
+        tree = proposed(drafter, one.state)
         assert one.state.stats.num_draft_forwards == tree.max_depth == wanted
 
 

@@ -17,6 +17,7 @@ from adapter_oracle import batch_of, hooked, random_answers, with_updates
 from bit_sums import bit_sums
 from conftest import Tiny, check_same, prompt, ragged
 from running import CAPTURED, drafting
+from step_by_hand import proposed
 from test_layer_skip_drafter import Setting, draft_by_stock_cache, logits_behind
 from torch import Tensor
 from trained import answers, as_options
@@ -66,7 +67,7 @@ def test_drafts_are_those_of_the_updated_model(fresh: Tiny, architecture: str) -
     drafter, setting = drafter_of(model), Setting(model, [row])
     drafter.start(setting.state)
     wanted, logits = draft_by_stock_cache(model, row, SKIP, 4, oracle)
-    assert drafter.propose(setting.state).tokens.tolist() == [[row[-1], *wanted]]
+    assert proposed(drafter, setting.state).tokens.tolist() == [[row[-1], *wanted]]
     # Without the updates others are drafted.
     assert not torch.equal(draft_by_stock_cache(model, row, SKIP, 1)[1][0], logits[0])
     assert hooked(model) == 0

@@ -1,6 +1,8 @@
 """What is asked of CUDA while a graph is recorded, by a stand-in that notes it."""
 
 import gc
+import inspect
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -119,6 +121,30 @@ class Cuda:
         self.uses[pool] -= 1
 
 
+#: What is not public of a PyTorch for CUDA. One for CPUs has some, as dummies.
+PRIVATE = (
+    "_cuda_attach_out_of_memory_observer", "_cuda_clearCublasWorkspaces",
+    "_cuda_endAllocateToPool", "_cuda_releasePool",
+)  # fmt: skip
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="a PyTorch for CPUs: make test-names")
+def test_names_that_are_not_public() -> None:
+    """They are in a build for CUDA, and take what they are called with here."""
+    taken = {"_cuda_endAllocateToPool": 2, "_cuda_releasePool": 2}
+    for name in PRIVATE:
+        function = getattr(torch._C, name)
+        said = re.search(r"\((.*)\) ->", function.__doc__ or "")
+        if said and name in taken:
+            assert len(said[1].split(", arg")) == taken[name], function.__doc__
+
+
+def test_names_of_a_graph() -> None:
+    assert {*re.findall(r"\b_cuda_\w+", inspect.getsource(captures))} == {*PRIVATE}
+    given = inspect.signature(torch.cuda.CUDAGraph.capture_begin).parameters
+    assert {"pool", "capture_error_mode"} <= {*given}
+
+
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     found = Cuda()
@@ -234,6 +260,32 @@ def test_inputs_are_shared(cuda: Cuda, graphs: CudaGraphs) -> None:
     records.clear()
     gc.collect()
     assert not shared
+
+
+def test_large_results_are_shared(
+    cuda: Cuda, graphs: CudaGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the host reads them, such as logits. What nobody reads has no place, and no place is
+    that of an input."""
+    monkeypatch.setattr(captures, "LARGE", 16)
+    shared: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
+
+    def record(number: float, read: int = 3) -> Captured:
+        def function(x: Tensor) -> tuple[Tensor, ...]:
+            return x + number, 2 * x + number, (x + number)[:2]
+
+        def left(results: Any) -> list[Tensor]:
+            return [one if at < read else one[:0] for at, one in enumerate(results)]
+
+        return Captured(graphs, function, [torch.arange(4.0)], 0, shared, left)
+
+    first, second, one = record(1.0), record(2.0), record(3.0, read=1)
+    assert second._results[1].tolist() == [2.0, 4.0, 6.0, 8.0]
+    places = [[part.data_ptr() for part in each._results] for each in (first, second, one)]
+    assert places[0][:2] == places[1][:2] and places[2][0] == places[0][0]
+    assert places[0][2] != places[1][2] and places[2][1] != places[0][1]
+    fixed = first._fixed[0][1][0].data_ptr()
+    assert len({*places[0], fixed}) == 4 and len(shared) == 3
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")

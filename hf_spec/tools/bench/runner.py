@@ -3,7 +3,8 @@
 import copy
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -17,7 +18,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 import hf_spec
 from hf_spec.adapters.loading import active_names, fine_tunes
 from hf_spec.core.checks import check_count, explained
+from hf_spec.core.memory import exchange
 from hf_spec.core.stats import SpecStats, synchronize
+from hf_spec.modeling_patches.modules import unwrapped
 from hf_spec.target.packed_weights import packed_weights
 from hf_spec.tools.bench.contenders import (
     BASELINE,
@@ -91,6 +94,7 @@ class Session:
         kept: the adapters that are active in every call, those of :func:`fine_tunes`.
         unmerged: by contender, why its adapter could not be merged into the weights.
         compiling: by contender, the number of calls that compiled something, and their seconds.
+        learned: by contender, what its calls have learned of the model; none sees another's.
     """
 
     model: Any
@@ -99,6 +103,9 @@ class Session:
     kept: list[str]
     unmerged: dict[str, str] = field(default_factory=dict)
     compiling: dict[str, tuple[int, float]] = field(default_factory=dict)
+    learned: defaultdict[str, dict[Hashable, Any]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
 
     @classmethod
     @contextmanager
@@ -156,7 +163,8 @@ class Session:
         for turn in {turn.size: turn for turn in reversed(plan)}.values():
             for item in turn.contenders:
                 with explained(item.name, ValueError, TypeError, RuntimeError, NotImplementedError):
-                    batch = [token_ids[index] for index in turn.indices]
+                    # Other texts than those that are measured, which tables would know then.
+                    batch = [token_ids[index][::-1] for index in turn.indices]
                     self.generate(item, batch, max_new_tokens=short)
 
     def generate(
@@ -206,6 +214,8 @@ class Session:
         # hf_spec's strategies count their own, as some call the model to draft, too. Compiled code
         # runs no hooks, and makes one forward pass per token.
         counts = contender.stock and not contender.compiled
+        base = unwrapped(model)
+        others = exchange(base, self.learned[contender.name])
         hook = model.register_forward_hook(count) if counts else None
         try:
             synchronize(model.device)
@@ -214,6 +224,7 @@ class Session:
             synchronize(model.device)
             seconds = time.perf_counter() - start
         finally:
+            exchange(base, others)
             if hook is not None:
                 hook.remove()
         if contender.stock:

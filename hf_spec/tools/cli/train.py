@@ -318,6 +318,7 @@ def train(
       hf-spec train medusa --model M --data D --output ./medusa --num-heads 3 --max-steps 400
       hf-spec train medusa --model M --data D --output ./medusa --resume --report-to tensorboard
       hf-spec train medusa --adapter ./medusa --model M --data D2 --output ./medusa-2
+      hf-spec train token_recycling --model M --data ./answers --output ./table
       hf-spec train --recipe docs/recipes/qwen3-0.6b.yaml --data ./answers --output ./medusa
     """
     if method is None:
@@ -355,7 +356,7 @@ def train(
     provenance = read_provenance(data)
     base, tokenizer = load_model(model, dtype, device, pack=False)
     rows = read_answers(data, tokenizer)
-    if len(rows) < FEW:
+    if len(rows) < FEW and chosen.fit is None:
         echo(FEW_ANSWERS.format(len(rows)), err=True)
     onward = "the same command with --resume goes on from the last checkpoint, if one was written"
     with explained_interrupt(onward):
@@ -406,9 +407,10 @@ def _described(method: Any) -> list[tuple[str, str]]:
 
     from hf_spec.tools.training import arguments as given
 
-    fields = given.config_fields(method) | given.added_fields(
-        given.SpecArguments, TrainingArguments
-    )
+    arguments = given.added_fields(given.SpecArguments, TrainingArguments)
+    if method.fit is not None:
+        arguments = {name: arguments[name] for name in arguments if name in given.OF_ONE_PASS}
+    fields = given.config_fields(method) | arguments
     found = []
     for name, field in fields.items():
         factory: Any = field.default_factory

@@ -1,8 +1,5 @@
 """Writes adapter folders, and checks that they are complete. Every file is written atomically."""
 
-import filecmp
-import os
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,39 +10,26 @@ from peft import PeftModel, get_peft_model
 
 import hf_spec
 from hf_spec.adapters.checkpoint import CONFIG, WEIGHTS, read_weights
-from hf_spec.adapters.config import CARD, GENERATION, SHIM, says_the_same, shim_text
+from hf_spec.adapters.config import (
+    CARD,
+    GENERATION,
+    MEASURED,
+    SHIM,
+    replacing_adapter,
+    says_the_same,
+    shim_text,
+)
 from hf_spec.core.checks import names_its_files
-from hf_spec.files import is_path, read_json, write_atomically, writing
+from hf_spec.files import is_path, read_json, write_atomically
 from hf_spec.methods.registry import Method, get_method
 
 REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD)
 #: What was measured of the adapter.
-MEASURED = SEARCH, TRAINING, RESULTS = "search.json", "training.json", "results.json"
+SEARCH, TRAINING, RESULTS = MEASURED
 #: Files that are uploaded if they exist; the shim is always written anew.
 OPTIONAL = (*MEASURED, "*.png", "LICENSE")
 #: Weights in formats that run code when they are loaded.
 UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
-
-
-@contextmanager
-def staging(folder: Path) -> Iterator[Path]:
-    """Give a temporary folder, whose files and subfolders move to ``folder`` after the block,
-    unless it raises."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=folder, prefix=".writing-", ignore_cleanup_errors=True
-    ) as name:
-        temporary = Path(name)
-        with writing(folder):
-            yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        for path in sorted(temporary.rglob("*")):
-            if path.is_file():
-                target = folder / path.relative_to(temporary)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.chmod(path, 0o666 & ~umask)  # some libraries write private files
-                os.replace(path, target)
 
 
 def save_adapter(
@@ -53,16 +37,9 @@ def save_adapter(
     state: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Write the adapter ``default`` of a ``PeftModel`` with its ``SpecConfig``: all of a folder but
-    the card. What was measured of an adapter with other weights there is removed. ``state`` is the
-    model's state dict, where its own tensors are sharded."""
-    with staging(folder) as temporary:
+    the card. ``state`` is the model's state dict, where its own tensors are sharded."""
+    with replacing_adapter(folder) as temporary:
         model.save_pretrained(temporary, state_dict=state, save_embedding_layers=False)
-        for path in (CARD, GENERATION, SHIM):  # which PEFT writes, too
-            (temporary / path).unlink(missing_ok=True)
-        old = folder / WEIGHTS
-        if old.is_file() and not filecmp.cmp(old, temporary / WEIGHTS, shallow=False):
-            for name in MEASURED:  # of the adapter that is replaced
-                (folder / name).unlink(missing_ok=True)
     save_spec_config(folder, strategy, options)
 
 

@@ -27,13 +27,13 @@ from hf_spec.adapters.checkpoint import (
 from hf_spec.adapters.layer import layer_of
 from hf_spec.adapters.loading import require_active
 from hf_spec.core.checks import UNFIT, check_choice, explained, first_line, names_its_files
-from hf_spec.files import read_json, write_json
+from hf_spec.files import read_json, staging, write_json
 from hf_spec.methods.registry import Method, methods
 from hf_spec.modeling_patches.weights import FP8, SCALES, dequantized, placement, renamed
 from hf_spec.tools.formats.tables import CONFIG as MODEL_CONFIG
 from hf_spec.tools.formats.tables import Reader, Writer, formats_of
 from hf_spec.tools.hub.card import write_card
-from hf_spec.tools.hub.folder import CONFIG, attached, is_repository, save_adapter, staging
+from hf_spec.tools.hub.folder import CONFIG, attached, is_repository, save_adapter
 from hf_spec.tools.loading import model_without_weights
 
 SAFE = ".safetensors"

@@ -19,6 +19,11 @@ from hf_spec.tools.loading import BROKEN
 
 #: Fields of configs that only training reads, beside learning rates.
 OF_TRAINING = ("loss", "decay", "ttt_steps")
+#: Arguments of a training that is one pass over the answers, without a Trainer.
+OF_ONE_PASS = (
+    "max_length", "held_out", "served_prompts", "served_tokens", "per_device_train_batch_size",
+    "save_steps", "seed", "use_cpu", "disable_tqdm",
+)  # fmt: skip
 #: Epochs of a training that ends by time.
 UNCOUNTED = 10_000
 
@@ -137,10 +142,17 @@ def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> S
     """The arguments of a training whose checkpoints go to ``folder``: fields that are given, those
     of the adapter's config, the method's, or the defaults; a ValueError names what is invalid."""
     assert method.training is not None
+    for name in given if method.fit is not None else ():
+        if name not in OF_ONE_PASS:
+            raise ValueError(
+                f"{name}={given[name]!r}: {method.name!r} learns in one pass over the answers, "
+                "without gradients, so that there is nothing that this would change. Leave it out; "
+                f"beside the fields of its config there are {', '.join(OF_ONE_PASS)}."
+            )
     values: dict[str, Any] = {
         "output_dir": str(folder), "seed": 0, "lr_scheduler_type": "cosine",
         "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 100,
-        "save_total_limit": 2, "load_best_model_at_end": True,
+        "save_total_limit": 2, "load_best_model_at_end": method.fit is None,
         "metric_for_best_model": "tau", "greater_is_better": True,
         "logging_steps": 10, "report_to": [], "remove_unused_columns": False,
         "train_sampling_strategy": "group_by_length",  # little padding

@@ -86,10 +86,12 @@ def outcome(record: Mapping[str, Any]) -> list[str]:
         f"trained on {amount['rows']:,} answers, {settings['steps']:,} steps{last} in "
         f"{duration(record['seconds'])}; {amount['held_out']:,} answers held out"
     ]
+    untrained = [one["eval_tau"] for one in record["history"] if one.get("step") == 0]
     if best is not None:
+        before = "".join(f", {tau:.2f} before" for tau in untrained)
         lines.append(
-            f"tau {best['eval_tau']:.2f} on held-out prompts, after {best['step']:,} steps: "
-            "tokens per forward pass if every pass drafts"
+            f"tau {best['eval_tau']:.2f} on held-out prompts, after {best['step']:,} steps"
+            f"{before}: tokens per forward pass if every pass drafts"
         )
     return lines
 

@@ -32,6 +32,7 @@ from hf_spec.tools.training.arguments import (
 )
 from hf_spec.tools.training.dataset import AnswerDataset, NewAnchors, collate, set_vocabulary, split
 from hf_spec.tools.training.evaluation import EvalDecoding
+from hf_spec.tools.training.one_pass import fit
 from hf_spec.tools.training.trainer import SpecTrainer, gathered, save_model
 
 logger = logging.getLogger(__name__)
@@ -165,6 +166,20 @@ def train(
     method.parse_options(options)
     folder = output / "checkpoints"
     last = _last_checkpoint(folder, resume)
+    if method.fit is not None:
+        if callbacks:
+            raise ValueError(
+                f"callbacks: {method_name!r} is trained without a Trainer. Leave them out."
+            )
+        check_model(model)
+        check_tree_forward(model, "training")
+        adapter_config = config_of(method, config, start)
+        args = spec_arguments(method, folder, adapter_config, **arguments)
+        parts = split(rows, args.held_out)
+        check_lengths(parts[0], args.max_length)
+        made = fit(model, method, adapter_config, args, options, parts, output, last, start)
+        made["data"]["provenance"] = provenance
+        return _written(made, output, dataset, start)
     record: dict[str, Any] = {}
     with ExitStack() as stack:
         # Of a model that was loaded in parts all weights are needed until training begins.
@@ -200,12 +215,20 @@ def train(
                 save_model(model, output, adapter_config, tokenizer)
             save_adapter(peft_model, output, method.name, options, state)
             record = _record(trainer, method, options, adapter_config, result, provenance)
-            if dataset is not None:
-                record["data"]["dataset"] = dataset
-            if start is not None:
-                record["started_from"] = start.name
-            write_json(output / TRAINING, record)
+            _written(record, output, dataset, start)
         trainer.accelerator.wait_for_everyone()
+    return record
+
+
+def _written(
+    record: dict[str, Any], output: Path, dataset: str | None, start: Path | None
+) -> dict[str, Any]:
+    """Write the record, with the names of what the training was given; returns it."""
+    if dataset is not None:
+        record["data"]["dataset"] = dataset
+    if start is not None:
+        record["started_from"] = start.name
+    write_json(output / TRAINING, record)
     return record
 
 

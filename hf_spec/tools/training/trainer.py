@@ -21,8 +21,8 @@ from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import CONTAINER
 from hf_spec.adapters.loading import find_active
 from hf_spec.core.stats import SpecStats
+from hf_spec.files import staging
 from hf_spec.modeling_patches.modules import decoder_layers
-from hf_spec.tools.hub.folder import staging
 from hf_spec.tools.training.dataset import SimilarLengths
 from hf_spec.tools.training.evaluation import EvalDecoding, Report, top_k_counts, top_k_metrics
 
