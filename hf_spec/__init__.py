@@ -33,6 +33,7 @@ if not _waits:
     from hf_spec.core.shapes import TokenTree
     from hf_spec.core.stats import SpecStats
     from hf_spec.core.tree import Tree
+    from hf_spec.decoding.batches import generate_batch as _generate_batch
     from hf_spec.decoding.call import SpecConfig, warm_up
     from hf_spec.decoding.call import check_arguments as _check_arguments
     from hf_spec.decoding.call import note_source as _note_source
@@ -73,6 +74,7 @@ if not _waits:
             loaded=_note_source,
             custom=generate,
             default=_AUTO,
+            decode_batch=_generate_batch,
             check_names=_check_arguments,
         )
     )

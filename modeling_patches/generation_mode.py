@@ -66,6 +66,8 @@ class Mode(NamedTuple):
             there: it stands for the mode, which gets all arguments of ``generate``, whereas a
             callable gets neither ``assistant_model``, ``streamer`` nor ``tokenizer``.
         default: value of the first attribute then, where the call names none.
+        decode_batch: called like ``GenerationMixin.generate_batch`` where the first attribute is
+            set.
         check_names: ``check_names(model, value, kwargs)`` before a call with the first attribute
             set, whose arguments are these; raises an error for one that belongs elsewhere.
     """
@@ -77,6 +79,7 @@ class Mode(NamedTuple):
     loaded: Callable[[GenerationConfig, str], None]
     custom: Callable[..., Any]
     default: str
+    decode_batch: Callable[..., Any]
     check_names: Callable[[Any, Any, dict[str, Any]], None]
 
     def option(self, config: Any) -> Any:
@@ -159,7 +162,7 @@ def _wrap_configs(mode: Mode, member: Any) -> None:
 
 
 def _wrap_generate(mode: Mode) -> None:
-    """``mode.custom`` stands for the mode; other methods, and paged caches, are refused."""
+    """``mode.custom`` stands for the mode; other methods are refused."""
     switch = mode.attributes[0]
 
     @patch_method(GenerationMixin, "generate")
@@ -198,12 +201,8 @@ def _wrap_generate(mode: Mode) -> None:
     def generate_batch(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values(), self.generation_config)
         config = next(value for value in values if isinstance(value, GenerationConfig))
-        if (value := kwargs.get(switch, mode.option(config))) is not None:
-            raise ValueError(
-                f"{switch}={value!r} with continuous batching (generate_batch, "
-                "cache_implementation='paged'): the paged cache cannot hold a tree. Call "
-                f"generate() without 'paged', or leave {switch} out."
-            )
+        if kwargs.get(switch, mode.option(config)) is not None:
+            return mode.decode_batch(self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
 

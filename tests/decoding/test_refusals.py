@@ -124,13 +124,6 @@ def test_models_whose_own_default_is_no_cache(fresh: Tiny, spec: Spec) -> None:
     assert model.generation_config.use_cache is False
 
 
-def test_generate_batch(tiny: Tiny) -> None:
-    spec = STRATEGIES["prompt_lookup"]
-    for given in ({"generation_config": GenerationConfig(**GREEDY, **spec)}, spec):
-        with no_forward(tiny()), pytest.raises(ValueError, match="generate_batch.*leave assistant"):
-            tiny().generate_batch(prompt().tolist(), **given)
-
-
 def test_synced_gpus_on_one_rank(tiny: Tiny) -> None:
     """A flag like any other."""
     check_same(tiny(), {**STRATEGIES["prompt_lookup"], "synced_gpus": False}, prompt(), **GREEDY)

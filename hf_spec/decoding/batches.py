@@ -1,0 +1,125 @@
+"""``generate_batch()`` with a strategy: many prompts, of which some run at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from hf_spec.draft.options import DraftOptions
+
+#: Most sequences at once where nobody says how many.
+ROWS = 32
+#: The option of continuous batching that says it.
+MOST = "max_requests_per_batch"
+#: What else is taken: there is no cache that is made in advance, of whose size this is a limit.
+#: TRL always sets it.
+IN_ADVANCE = "max_memory_percent"
+#: Arguments of ``generate`` that it takes besides its own.
+TAKEN = "max_new_tokens", "assistant_strategy", "assistant_kwargs"
+
+
+def generate_batch(
+    model: Any,
+    inputs: Sequence[Sequence[int]],
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: Any = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Answer prompts of any lengths: ``model.generate_batch`` with a strategy.
+
+    Args:
+        inputs: tokens of each prompt.
+        generation_config: names the strategy, unless the model's does, or ``assistant_strategy``.
+        continuous_batching_config: ``max_requests_per_batch`` is the strategy's ``max_rows``, 32 by
+            default. Other options are the paged cache's.
+        warmup: there is nothing to warm up.
+        kwargs: ``max_new_tokens``, ``assistant_strategy``, ``assistant_kwargs``.
+
+    Returns:
+        Transformers' outputs by its names of requests, in the order of the prompts.
+
+    Raises:
+        ValueError: an option does not work with a strategy; and the errors of ``generate``.
+    """
+    # Loaded by those who call it.
+    from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+    given: Any = generation_config or model.generation_config
+    batching = continuous_batching_config or getattr(given, "continuous_batching_config", None)
+    wanted = {
+        "record_timestamps": record_timestamps, "progress_bar": progress_bar,
+        "persistent_manager": persistent_manager, "max_time": given.max_time,
+    }  # fmt: skip
+    others = {
+        **{name: value for name, value in wanted.items() if value}, **_changed(batching),
+        **{name: value for name, value in sorted(kwargs.items()) if name not in TAKEN},
+    }  # fmt: skip
+    for name, value in others.items():
+        if name not in (MOST, IN_ADVANCE):
+            raise ValueError(
+                f"{name}={value!r} in generate_batch with a strategy: it has no paged cache, and "
+                f"takes {', '.join((*TAKEN, MOST))} and a generation_config. Leave it out, or give "
+                "assistant_strategy=None."
+            )
+    if not inputs:
+        return {}
+    begun = time.perf_counter()
+    named = kwargs.pop("assistant_kwargs", None)
+    options = dict(_options_of(given) if named is None else named)
+    options.setdefault("max_rows", getattr(batching, MOST, None) or ROWS)
+    lengths = [len(one) for one in inputs]
+    ids = torch.zeros(len(inputs), max(lengths), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, (one, length) in enumerate(zip(inputs, lengths)):
+        ids[row, ids.shape[1] - length :] = torch.tensor(one, dtype=torch.long)
+        mask[row, ids.shape[1] - length :] = 1
+    out = model.generate(
+        ids.to(model.device), attention_mask=mask.to(model.device), generation_config=given,
+        assistant_kwargs=options, return_dict_in_generate=False, **kwargs,
+    )  # fmt: skip
+    ended = time.perf_counter()
+    answers, count = out[:, ids.shape[1] :].tolist(), len(out) // len(inputs)
+    ends = _ends(model, given)
+    found = {}
+    for row, answer in enumerate(answers):
+        request, child = divmod(row, count)
+        # Transformers' order: other answers to a prompt, then the one that has its name.
+        name = f"req_{request}" + (f"__child#{child}" if child < count - 1 else "")
+        length = next((at + 1 for at, token in enumerate(answer) if token in ends), len(answer))
+        found[name] = GenerationOutput(
+            name, list(inputs[request]), answer[:length], status=RequestStatus.FINISHED,
+            created_time=begun, lifespan=(begun, ended),
+        )  # fmt: skip
+    return found
+
+
+def _changed(batching: Any) -> dict[str, Any]:
+    """The options of continuous batching that are not left at their defaults."""
+    if batching is None:
+        return {}
+    usual = vars(type(batching)())
+    return {name: value for name, value in vars(batching).items() if value != usual[name]}
+
+
+def _options_of(config: Any) -> Any:
+    """Options of the strategy that a configuration holds."""
+    options = getattr(config, "assistant_kwargs", None) or {}
+    if isinstance(options, DraftOptions):
+        options = dataclasses.asdict(options)
+    return options
+
+
+def _ends(model: Any, config: Any) -> set[int]:
+    """Tokens that end an answer."""
+    eos = config.eos_token_id
+    eos = model.generation_config.eos_token_id if eos is None else eos
+    return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
