@@ -202,7 +202,7 @@ class Tree:
     host: HostTree | None = None
     group: ProbeGroup | None = None
     probes: ProbeLayout | None = None
-    usable: Any = None
+    usable: np.ndarray[Any, np.dtype[np.bool_]] | None = None
     chosen: Tensor | None = None
     q: Tensor | None = None
     ranked: bool = False
