@@ -202,7 +202,7 @@ class Tree:
     host: HostTree | None = None
     group: ProbeGroup | None = None
     probes: ProbeLayout | None = None
-    usable: Any = None
+    usable: np.ndarray[Any, np.dtype[np.bool_]] | None = None
     chosen: Tensor | None = None
     q: Tensor | None = None
     ranked: bool = False
@@ -407,30 +407,37 @@ class Tree:
 
     @property
     def tokens(self) -> Tensor:
+        """``(batch, nodes)`` int64 token ids; of a probe, the index of its embedding."""
         return self.tensors.tokens
 
     @property
     def parents(self) -> Tensor:
+        """``(batch, nodes)`` int64; -1 for the root, 0 for padding; of a probe, its node."""
         return self.tensors.parents
 
     @property
     def depths(self) -> Tensor:
+        """``(batch, nodes)`` int64 positions after the root."""
         return self.tensors.depths
 
     @property
     def valid(self) -> Tensor:
+        """``(batch, nodes)`` bool; False for padding and for what must not be accepted."""
         return self.tensors.valid
 
     @property
     def ancestors(self) -> Tensor:
+        """``(batch, nodes, nodes)`` bool; ``[b, q, k]``: q sees k."""
         return self.tensors.ancestors
 
     @property
     def first_probe(self) -> Tensor | None:
+        """``(batch, tokens)`` index of the first probe of each node with a token; None without."""
         return self.tensors.first_probe
 
     @property
     def probe_counts(self) -> Tensor | None:
+        """``(batch, tokens)`` how many probes each of them has; None without."""
         return self.tensors.probe_counts
 
     @property

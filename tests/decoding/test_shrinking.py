@@ -31,7 +31,8 @@ NEW = 16
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 LOOKUP = drafting("prompt_lookup")
 
-every_strategy = pytest.mark.parametrize(("name", "variant"), FIRST, ids=[n for n, _ in FIRST])
+#: Rows of token_recycling share a table: what is entered last depends on their order.
+KEEP_STEPS = [case for case in FIRST if case[0] != "token_recycling"]
 
 
 class StopRowAt(StoppingCriteria):
@@ -227,7 +228,7 @@ def test_rows_that_run_on_stay(fresh: Tiny) -> None:
 
 
 @pytest.mark.usefixtures("same_steps")
-@every_strategy
+@pytest.mark.parametrize(("name", "variant"), KEEP_STEPS, ids=[name for name, _ in KEEP_STEPS])
 def test_steps_are_those_of_a_batch_that_stays(
     fresh: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, variant: str
 ) -> None:
