@@ -148,29 +148,12 @@ def decode(
     if most is not None and waits:
         why = refusal(strategy, owner, scorer, synced_gpus or ranks.size > 1)
         check_rows_apart(config, logits_processor, stopping_criteria, streamer, why)
-        begun, seeds = [], None
-        if strategy.samples:
-            seeds = drawn_seeds(rows, input_ids.device)
-
-        def begin(row: int) -> Steps:
-            ids, given = inputs_of_row(row, input_ids, real, model_kwargs)
-            only = slice(row, row + 1)
-            strategy = Strategy.of(model, config, 1, False, False, assistant_model)
-            own = Sequences(
-                input_ids[only], None if real is None else real[only], stopping_criteria
-            )
-            begun.append(own)
-            watch = Stopwatch(SpecStats(strategy.method.name), model.device)
-            steps = _after_prompt(
-                strategy, config, ids, given, Scorer(processors_of_row(row, logits_processor), own),
-                CacheOwner(None, own, False), watch, None if seeds is None else seeds[only],
-            )  # fmt: skip
-            watch.step()
-            return steps
-
-        stats = take_in_turns(rows, most, begin)
+        seeds = drawn_seeds(rows, input_ids.device) if strategy.samples else None
+        ids, stats = _decode_in_turns(
+            model, input_ids, real, logits_processor, stopping_criteria, config, assistant_model,
+            model_kwargs, most, seeds, sequences.pad,
+        )  # fmt: skip
         _keep(model, stats)
-        ids = joined_ids(begun, sequences.pad)
         return SpecGenerateOutput(sequences=ids, spec_stats=stats) if wants else ids
     if (sharing := StepSharing.of(model)) is not None:
         alone = refusal(strategy, owner, scorer, synced_gpus or ranks.size > 1)
@@ -213,6 +196,33 @@ def decode(
         scores=sequences.columns(1) if config.output_scores else None, spec_stats=stats,
         **{CACHE: past},
     )  # fmt: skip
+
+
+def _decode_in_turns(
+    model: Any, input_ids: Tensor, real: Tensor | None, processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList, config: GenerationConfig, assistant_model: Any,
+    model_kwargs: dict[str, Any], most: int, seeds: Sequence[int] | None, pad: int,
+) -> tuple[Tensor, SpecStats]:  # fmt: skip
+    """Decode each row of a batch like a call of its own, at most ``most`` at once; ``seeds``: of
+    each row's samples."""
+    begun: list[Sequences] = []
+
+    def begin(row: int) -> Steps:
+        only = slice(row, row + 1)
+        ids, given = inputs_of_row(row, input_ids, real, model_kwargs)
+        strategy = Strategy.of(model, config, 1, False, False, assistant_model)
+        own = Sequences(input_ids[only], None if real is None else real[only], criteria)
+        begun.append(own)
+        watch = Stopwatch(SpecStats(strategy.method.name), model.device)
+        steps = _after_prompt(
+            strategy, config, ids, given, Scorer(processors_of_row(row, processors), own),
+            CacheOwner(None, own, False), watch, None if seeds is None else seeds[only],
+        )  # fmt: skip
+        watch.step()
+        return steps
+
+    stats = take_in_turns(len(input_ids), most, begin)
+    return joined_ids(begun, pad), stats
 
 
 def _keep(model: Any, stats: SpecStats) -> None:
