@@ -90,7 +90,7 @@ def test_one_read_per_step(
     # In the first call much is made that the later one finds.
     generate(model, ragged(), max_new_tokens=10, **kwargs)
     with counted(monkeypatch) as seen:
-        output = generate(model, ragged(), max_new_tokens=70, **kwargs)
+        output = generate(model, ragged(), max_new_tokens=110, **kwargs)
     steps = output.spec_stats.num_steps
     # Some more to begin with, while rows end, when it matters how many tokens are left, and where a
     # size is recorded that the first call did not have.

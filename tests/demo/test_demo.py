@@ -42,13 +42,13 @@ def test_the_shipped_model_and_adapters(tmp_path, monkeypatch, capsys):
     data = run_demo(tmp_path)
     printed = capsys.readouterr()
     assert "Every output equals plain generate's." in printed.out
-    assert "prompt_lookup" in printed.out and "speedup" in printed.out
+    assert "token_recycling" in printed.out and "speedup" in printed.out
     assert "2 prompts, up to 8 new tokens each, by a small model" in printed.out
     assert printed.out.count("the same text") == 2 * len(adapters) + 2
     assert "brackets" not in printed.out  # two prompts give no intervals
     assert data["environment"]["dtype"] == "float32" and data["environment"]["threads"] == 1
     everything = {row["strategy"]: row for row in data["runs"] if row["task"] == "all"}
-    names = {"generate", "prompt_lookup", *(adapter.strategy for adapter in adapters)}
+    names = {"generate", "token_recycling", *(adapter.strategy for adapter in adapters)}
     assert everything.keys() >= names and {one.strategy for one in adapters} == {"bita", "medusa"}
     for row in everything.values():
         assert row["baseline"] == "generate", "none changes the model"
@@ -82,7 +82,7 @@ def test_another_model_with_the_adapters_that_fit(tmp_path, monkeypatch):
         model.save_pretrained(tmp_path / "published" / name)
     monkeypatch.setattr(demo, "PUBLISHED", tmp_path / "published")
     data = run_demo(tmp_path / "out", "--model", str(folder), "--limit", "2")
-    assert {row["strategy"] for row in data["runs"]} == {"generate", "prompt_lookup", "medusa"}
+    assert {row["strategy"] for row in data["runs"]} == {"generate", "token_recycling", "medusa"}
     assert data["environment"]["model"] == str(folder)
 
 
