@@ -197,10 +197,11 @@ class Scorer:
     ) -> Tensor:  # fmt: skip
         """:meth:`__call__` for processors that see the whole batch: once for each length."""
         sequences, size = self.sequences, suffix.shape[1]
-        index = to_device(sequences.rows, logits.device)
-        shrunk = len(logits) < len(sequences.lengths)
-        if shrunk and self._logits is not None:
-            logits = self._logits.index_copy(0, index, logits)
+        index, count = to_device(sequences.rows, logits.device), len(sequences.lengths)
+        moved = list(sequences.rows) != list(range(count))  # some have left, or changed places
+        if moved and (self._logits is not None or len(logits) == count):
+            others = torch.empty_like(logits) if self._logits is None else self._logits
+            logits = others.index_copy(0, index, logits)
         self._logits = scores = logits
         if size:
             sequences.write(suffix)
@@ -217,7 +218,7 @@ class Scorer:
                 own = to_device([row in rows for row in range(len(scores))], scores.device)
                 processed = torch.where(own[:, None], processed, scores)
             scores = processed
-        return scores[index] if shrunk else scores
+        return scores[index] if moved else scores
 
 
 def _first_seen(processors: LogitsProcessorList, count: int, width: int) -> list[int] | None:

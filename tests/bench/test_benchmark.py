@@ -151,7 +151,9 @@ def test_the_command_measures_the_same(tmp_path, capsys, tokenizer):
     words = f"bench --model {tmp_path / 'm'} --prompts {prompts} --max-new-tokens 6 --dtype float32"
     assert cli.main([*words.split(), "--output", str(tmp_path / "out"), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    found = hf_spec.benchmark(make_model(), tokenizer, TEXTS[:2], "token_recycling", max_new_tokens=6)
+    found = hf_spec.benchmark(
+        make_model(), tokenizer, TEXTS[:2], "token_recycling", max_new_tokens=6
+    )
     counts = ("strategy", "task", "prompts", "new_tokens", "identical")
     assert [[row[name] for name in counts] for row in shown] == [
         [row[name] for name in counts] for row in found.rows
