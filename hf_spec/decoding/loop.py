@@ -87,7 +87,7 @@ def last_stats(model: nn.Module) -> SpecStats | None:
 
 
 #: Of what is told them, in what is kept for a model.
-_TOLD = "told"
+_TOLD = "told of calls"
 
 
 def on_stats(model: nn.Module, told: Callable[[SpecStats], None]) -> None:

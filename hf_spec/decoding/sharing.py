@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -162,6 +163,19 @@ class _Room(NamedTuple):
     length: int
 
 
+#: Threads that take steps, and whether the program ends.
+_THREADS: WeakSet[threading.Thread] = WeakSet()
+_ENDS = threading.Event()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """PyTorch aborts the process if a thread is within its code as the interpreter ends."""
+    _ENDS.set()
+    for thread in list(_THREADS):
+        thread.join()
+
+
 #: Of a model's :class:`StepSharing`, in what is kept for the model.
 _KEY = "sharing"
 
@@ -267,9 +281,11 @@ class StepSharing:
                 if key not in self._batches:
                     batch = _Batch(state)
                     # It ends with its last call, and with the program.
-                    threading.Thread(
+                    thread = threading.Thread(
                         target=self._take_steps, args=(key, batch), daemon=True
-                    ).start()
+                    )
+                    _THREADS.add(thread)
+                    thread.start()
                     self._batches[key] = batch
                 self._batches[key].arrived.append(own)
             yield own.wait
@@ -294,6 +310,8 @@ class StepSharing:
             if not (batch.arrived or batch.running):
                 del self._batches[key]
                 return False
+        if _ENDS.is_set():
+            raise InterruptedError("the program ends")
         with self.turns.taken():
             with self._changed:
                 arrived, batch.arrived = batch.arrived, []
@@ -329,7 +347,8 @@ def share_steps(
     """
     inner = unwrapped(model)
     if not isinstance(inner, GenerationMixin):
-        raise ValueError(f"share_steps({model!r}): give the model whose generate() is called.")
+        kind = type(model).__name__
+        raise ValueError(f"share_steps() got a {kind}: give the model whose generate() is called.")
     check_count("max_rows", max_rows, 1)
     if max_cached_tokens is not None:
         check_count("max_cached_tokens", max_cached_tokens, 1)

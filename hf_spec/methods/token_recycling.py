@@ -151,7 +151,8 @@ def save_table(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             type.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"save_table({model!r}, ...): give the model that has generated.")
+        kind = type(model).__name__
+        raise ValueError(f"save_table() got a {kind}: give the model that has generated.")
     if not (folder and isinstance(folder, (str, os.PathLike))):
         raise ValueError(f"save_table(model, {folder!r}): give a folder, as a string or a path.")
     base = unwrapped(model)

@@ -131,9 +131,11 @@ def record(model: nn.Module, on: bool = True) -> None:
             own are not concerned.
 
     Raises:
-        ValueError: ``on`` is neither True nor False.
+        ValueError: it is no model, or ``on`` is neither True nor False.
     """
     check_switch("on", on)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"record() got a {type(model).__name__}: give the model that generates.")
     model = unwrapped(model)
     kept = memory(model)
     kept[_ASKED] = on

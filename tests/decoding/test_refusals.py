@@ -54,7 +54,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"assistant_kwargs": {"tree_width": 3}}, "assistant_kwargs.*no option 'tree_width'; its opt"),
     ({"assistant_kwargs": [1]}, "assistant_kwargs is a list: give a dict"),
     ({"assistant_strategy": "promptlookup"}, r"did you mean 'prompt_lookup'\?\): choose"),
-    ({"assistant_strategy": "autom"}, r"did you mean 'auto'\?\): choose one of .*, space, token_recycling, auto\."),
+    ({"assistant_strategy": "autom"}, r"did you mean 'auto'\?\): choose one of .*, auto\."),
     ({"assistant_strategy": ["ppd"]}, r"assistant_strategy=\['ppd'\]: choose one of"),
     ({"assistant_strategy": "oracle"},
      "assistant_strategy='oracle': choose one of .*layer_skip.*prompt_lookup"),

@@ -3,6 +3,8 @@
 import gc
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -400,7 +402,7 @@ def test_a_model_in_a_wrapper(fresh: Tiny) -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"model": torch.nn.Linear(1, 1)}, r"share_steps\(Linear.*give the model whose generate"),
+        ({"model": torch.nn.Linear(1, 1)}, r"got a Linear: give the model whose generate"),
         ({"max_rows": 0}, "max_rows=0: must be a whole number of at least 1"),
         ({"max_cached_tokens": 1.5}, "max_cached_tokens=1.5: must be"),
     ],
@@ -447,3 +449,23 @@ def test_a_forked_process_shares_anew(sharing: StepSharing, model: Any) -> None:
         thread.start()
         thread.join(PATIENCE)
     assert not thread.is_alive()
+
+
+AT_THE_END = """
+import torch, hf_spec
+from concurrent.futures import ThreadPoolExecutor
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes)).eval()
+def call(token):
+    spec = {"assistant_strategy": "plain", "max_new_tokens": 20, "do_sample": False}
+    return model.generate(torch.tensor([[3, 4, token]]), **spec)
+with hf_spec.share_steps(model), ThreadPoolExecutor(3) as pool:
+    list(pool.map(call, range(3)))
+"""
+
+
+def test_a_program_ends_right_after_its_calls() -> None:
+    """A thread that is in PyTorch's code as the interpreter ends would abort the process."""
+    ended = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
