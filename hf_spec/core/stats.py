@@ -103,7 +103,7 @@ class SpecStats:
         return self.plain_seconds / self.total_seconds if self.plain_seconds else None
 
     def __str__(self) -> str:
-        """Up to seven lines; what did not occur is left out."""
+        """Up to eight lines; what did not occur is left out."""
         name = f"{self.strategy}: " if self.strategy else ""
         total, tokens = self.total_seconds, self.num_generated_tokens
         lines = [
@@ -129,6 +129,11 @@ class SpecStats:
             lines.append(f"{how}: code ran {code['runs']} times, {code['made']} made{why}")
         if self.details.get("not_recorded"):
             lines.append(f"no step was recorded: {self.details['not_recorded']}")
+        shared = self.details.get("shared", {})
+        if "rows" in shared:
+            lines.append(f"steps shared by sequences: {shared['rows']:.1f} rows in a step")
+        elif "alone" in shared:
+            lines.append(f"no step was shared: {shared['alone']}")
         shares = self.acceptance_per_position[:SHOWN]
         if shares:
             bars = " ".join(f"{bar(share)} {share:.0%}" for share in shares)

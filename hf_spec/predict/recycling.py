@@ -227,6 +227,11 @@ class RecyclingPredictor(Predictor):
         if options.tree != ADAPTIVE:
             tree = static_tree(options, self.trees, self.depth)
             self.static = TreeStates.uniform(tree, self.depth, False)
+            if self.static.max_rank >= WIDTH:
+                raise ValueError(
+                    f"tree has a draft token of rank {self.static.max_rank}: ranks count from 0, "
+                    f"and {WIDTH} successors are looked at. Give another tree."
+                )
             self.weighs = self.policy_chooses = False
         self.table: SuccessorTable | None = None
         #: Tables of calls that are over; None where the table is kept.

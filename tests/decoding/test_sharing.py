@@ -395,6 +395,7 @@ def test_a_model_in_a_wrapper(fresh: Tiny) -> None:
     with share_steps(model):
         assert model.generate(**given, **LOOKUP).tolist() == wanted
         assert last_stats(model).details["shared"] == {"rows": 1.0}
+        assert "shared by sequences: 1.0 rows in a step" in str(last_stats(model))
     assert model.generate(**given, **LOOKUP).tolist() == wanted
     assert "shared" not in last_stats(model).details
 

@@ -171,3 +171,10 @@ def test_the_default_dtype_does_not_matter(fresh: Any) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         with default_dtype(dtype):
             check_same(model, drafting("token_recycling"), prompt(), max_new_tokens=12)
+
+
+def test_ranks_beyond_the_successors_are_refused(fresh: Any) -> None:
+    model = fresh("llama")
+    check_same(model, drafting("token_recycling", tree=[[WIDTH - 1]]), prompt(), max_new_tokens=8)
+    with pytest.raises(ValueError, match=f"rank {WIDTH}: ranks count from 0, and {WIDTH} succ"):
+        model.generate(prompt(), **drafting("token_recycling", tree=[[0], [WIDTH]]))
