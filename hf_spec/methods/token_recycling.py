@@ -155,6 +155,8 @@ def save_table(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         raise ValueError(f"save_table() got a {kind}: give the model that has generated.")
     if not (folder and isinstance(folder, (str, os.PathLike))):
         raise ValueError(f"save_table(model, {folder!r}): give a folder, as a string or a path.")
+    if Path(folder).is_file():
+        raise ValueError(f"save_table(model, {str(folder)!r}): that is a file, give a folder.")
     base = unwrapped(model)
     table = learned_table(base)
     if table is None:
@@ -170,7 +172,15 @@ def save_table(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 @dataclass(frozen=True)
 class RecyclingOptions(DraftOptions):
-    """Options of ``token_recycling``."""
+    """Options of ``token_recycling`` (Luo et al., 2025, section 3).
+
+    Attributes:
+        max_depth: depth of the deepest draft token.
+        table_size: entries for contexts of two tokens, and as many for contexts of three; None for
+            those that the adapter's table was made with, else 131,072.
+        keep_table: whether calls share the model's table, and begin with what earlier ones have
+            left.
+    """
 
     max_depth: int = setting(8, rule=count(1, MAX_DRAFT_TOKENS))
     table_size: int | None = setting(None, rule=TABLE)
