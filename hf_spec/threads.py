@@ -14,37 +14,33 @@ from typing import Any, Generic, TypeVar, overload
 T = TypeVar("T")
 
 
-class Lock:
+def new_lock(awaited: bool = False) -> Any:
     """A reentrant lock that no thread of a parent holds in a forked child. It is never freed: for
     modules, not for objects.
+
+    It is Python's own, as an interrupt within a ``__enter__`` of ours would leave it locked.
 
     Args:
         awaited: whether forks wait until no other thread holds it, so that children find whole what
             it guards. For locks that are held briefly, while no other is taken.
     """
+    lock: Any = threading.RLock()
+    if not hasattr(os, "register_at_fork"):  # Windows, where nothing forks
+        return lock
+    if awaited:
+        os.register_at_fork(
+            before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+        )
+        return lock
 
-    def __init__(self, awaited: bool = False):
-        self._lock = lock = threading.RLock()
-        if not hasattr(os, "register_at_fork"):  # Windows, where nothing forks
-            return
-        if awaited:
-            os.register_at_fork(
-                before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
-            )
+    def renew() -> None:
+        if lock.acquire(blocking=False):  # nobody's, or of the thread that forked
+            lock.release()
         else:
-            os.register_at_fork(after_in_child=self._renew)
+            lock._at_fork_reinit()
 
-    def _renew(self) -> None:
-        if self._lock.acquire(blocking=False):  # nobody's, or of the thread that forked
-            self._lock.release()
-        else:
-            self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    os.register_at_fork(after_in_child=renew)
+    return lock
 
 
 class cached_property(Generic[T]):

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_spec.modeling_patches.per_call import Changes, plain
 from hf_spec.modeling_patches.ranks import own_share, summed
 from hf_spec.modeling_patches.weights import made_anew
-from hf_spec.threads import Lock, cached_property
+from hf_spec.threads import cached_property, new_lock
 
 # --------------------------------------------------------------------------------------------------
 # Adds low-rank updates to linear modules: y + scale * B(A(x)) (Hu et al., "LoRA", 2021, eq. (3)).
@@ -293,7 +293,7 @@ class MergedCopies:
 #: The copies of each update. They are not an attribute of it, so models are copied and pickled
 #: without them.
 _COPIES: WeakKeyDictionary[LowRank, Any] = WeakKeyDictionary()
-_COPYING = Lock()
+_COPYING = new_lock()
 
 
 def _copyable(module: Any, factors: Factors) -> bool:

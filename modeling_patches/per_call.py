@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from hf_spec.threads import Lock
+from hf_spec.threads import new_lock
 
 # -- Changes to a shared model that apply to one call only -----------------------------------------
 #
@@ -33,7 +33,7 @@ After = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 logger = logging.getLogger(__name__)
 
-_installing = Lock(awaited=True)
+_installing = new_lock(awaited=True)
 
 
 class Changes:

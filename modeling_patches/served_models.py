@@ -14,9 +14,9 @@ from weakref import WeakSet
 from transformers.cli.serving import model_manager, server, utils
 
 from hf_spec.modeling_patches.per_call import patch_method
-from hf_spec.threads import Lock
+from hf_spec.threads import new_lock
 
-_preparing = Lock()
+_preparing = new_lock()
 
 
 @patch_method(utils.BaseHandler, "_build_generation_config")

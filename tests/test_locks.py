@@ -15,7 +15,7 @@ from test_layers import our_modules
 from hf_spec.core import memory
 from hf_spec.modeling_patches import low_rank, per_call, served_models
 from hf_spec.target import graphs
-from hf_spec.threads import Lock, cached_property
+from hf_spec.threads import cached_property, new_lock
 
 LOCKS = {
     "_LOCK": memory, "RUNNING": memory, "_COMPILING": graphs, "_COPYING": low_rank,
@@ -75,7 +75,7 @@ def test_a_lock_that_another_thread_holds(name: str) -> None:
 
 @pytest.mark.parametrize("awaited", [False, True])
 def test_a_lock_that_the_thread_holds_which_forks(awaited: bool) -> None:
-    lock = Lock(awaited)
+    lock = new_lock(awaited)
 
     def other() -> None:
         with lock:
@@ -176,8 +176,35 @@ def test_there_are_no_other_locks() -> None:
             if re.search(r"threading.*(Lock|Condition|Semaphore)|functools.*cached_prop", text):
                 found.append((module, text))
     # What calls share steps by is made anew in children.
-    assert (
-        sorted(found)
-        == [("hf_spec.decoding.sharing", "threading.Condition")] * 2
-        + [("hf_spec.threads", "threading.RLock")] * 2
-    )
+    assert sorted(found) == [("hf_spec.decoding.sharing", "threading.Condition")] * 2 + [
+        ("hf_spec.threads", "threading.RLock")
+    ]
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that sends signals")
+def test_an_interrupt_leaves_no_lock() -> None:
+    """Wherever it comes: between taking a lock and the block, too."""
+    lock, free = new_lock(), threading.Event()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def other() -> None:
+        with lock:
+            free.set()
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for delay in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + delay * 1e-6)
+                for _ in range(100_000):
+                    with lock:
+                        pass
+            except KeyboardInterrupt:
+                continue
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    threading.Thread(target=other, daemon=True).start()
+    assert free.wait(5)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, ParamSpec, TypeVar
 
-from hf_spec.threads import Lock
+from hf_spec.threads import new_lock
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -16,8 +16,8 @@ P = ParamSpec("P")
 #: Held while code is launched that shares memory with all other code, until its results are copied,
 #: also where a function is recorded, and where the default generator draws random numbers: PyTorch
 #: 2.11 draws none, and replays no graph, in other threads while one captures.
-RUNNING = Lock()
-_LOCK = Lock(awaited=True)
+RUNNING = new_lock()
+_LOCK = new_lock(awaited=True)
 _MEMORIES: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 #: Key of what was learned from decoding.
 _LEARNED = "learned"

@@ -46,7 +46,7 @@ from hf_spec.target.captures import (
 )
 from hf_spec.target.graph_parts import AnySize, Code, compile_in_parts
 from hf_spec.target.recording import Recording, obstacle
-from hf_spec.threads import Lock
+from hf_spec.threads import new_lock
 
 # -- How far two computations of the same numbers may be apart -------------------------------------
 
@@ -251,7 +251,7 @@ class _Kept:
                 del self.graphs[key]
 
 
-_COMPILING = Lock()
+_COMPILING = new_lock()
 
 
 class Graphs:

@@ -432,7 +432,7 @@ def test_statistics_of_each_call_are_told_in_its_thread(model: Any, sharing: Ste
             found = outcomes(calls)
         model.generate(**made[0])
     finally:
-        memory(model).pop("told")
+        memory(model).pop("told of calls")
     assert found[1] is Failure
     assert sorted(told[:2], key=lambda one: one[1]) == [(told[0][0], 3), (told[1][0], 8)]
     threads = [thread for thread, _ in told]
