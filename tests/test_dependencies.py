@@ -18,7 +18,7 @@ import hf_spec
 from hf_spec import modeling_patches
 
 ROOT = Path(__file__).parent.parent
-LIBRARIES = ("transformers", "peft", "accelerate", "torch")
+LIBRARIES = ("transformers", "peft", "accelerate", "torch", "threading")
 #: Modules that need packages which are not always installed, or end the process.
 NOT_IMPORTED = (
     "hf_spec.tools.cli.__main__", "hf_spec.modeling_patches.served_models",
