@@ -445,6 +445,21 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each shared step."""
+    from hf_spec.decoding.shared import SharedSteps
+
+    found, take = [], SharedSteps.take
+
+    def noted(self: SharedSteps) -> None:
+        found.append(self.state.batch_size)
+        take(self)
+
+    monkeypatch.setattr(SharedSteps, "take", noted)
+    return found
+
+
+@pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading a model fails the test."""
 

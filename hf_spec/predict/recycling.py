@@ -46,8 +46,8 @@ WIDTH = 12
 MAX_NODES = 1 << 20
 #: Log-probability of what is never predicted.
 LEAST = torch.finfo(torch.float16).min
-#: Tokens of a text that are entered at once.
-AT_ONCE = 256
+#: Tokens of a text that are entered at once, and nodes of a batch.
+AT_ONCE = PAIRED = 256
 #: Where the host may read, a tree ends at a level whose paths are all less likely.
 UNLIKELY = math.log(0.01)
 #: The mean of Gumbel noise, for all tokens that an entry does not name.
@@ -131,10 +131,18 @@ class SuccessorTable(Holds):
         Args:
             before: ``(batch, ORDERS - 1)`` tokens before the roots.
             rank: ``(batch, nodes)`` of several nodes with the same entry, that of the largest rank
-                is entered, and the last one of those alike; below 0, none.
+                is entered, and the last one of those alike; below 0, none. Beyond `PAIRED` nodes
+                later ones of the batch come last.
         """
         parts = contexts_of(before, found), found.following, found.log_probs, rank
-        contexts, following, log_probs, ranks = (one.flatten(0, 1) for one in parts)
+        # Of large batches in parts, as all pairs are compared; the last part is the latest.
+        split = (one.flatten(0, 1).split(PAIRED) for one in parts)
+        for contexts, following, log_probs, ranks in zip(*split):
+            self._learn(contexts, following, log_probs, ranks)
+
+    def _learn(
+        self, contexts: Tensor, following: Tensor, log_probs: Tensor, ranks: Tensor
+    ) -> None:  # fmt: skip
         keys, places = (one.T for one in self.places(contexts))  # (ORDERS, n)
         same = places[:, :, None] == places[:, None, :]
         order = torch.arange(len(ranks), device=ranks.device)

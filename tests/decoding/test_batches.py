@@ -18,19 +18,6 @@ LOOKUP = drafting("prompt_lookup")
 OPTIONS = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": [7, 9, 11]}
 
 
-@pytest.fixture
-def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each step."""
-    found, take = [], SharedSteps.take
-
-    def noted(self: SharedSteps) -> None:
-        found.append(self.state.batch_size)
-        take(self)
-
-    monkeypatch.setattr(SharedSteps, "take", noted)
-    return found
-
-
 def alone(model: Any) -> list[list[int]]:
     """What plain generation answers to each prompt."""
     given = [torch.tensor([one]) for one in INPUTS]

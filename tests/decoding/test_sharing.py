@@ -26,7 +26,6 @@ from hf_spec import RolloutHistory, StepSharing, last_stats, share_steps
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.memory import memory
 from hf_spec.decoding.loop import on_stats
-from hf_spec.decoding.shared import SharedSteps
 from hf_spec.draft.drafter import Drafter
 from hf_spec.methods.prompt_lookup import PromptLookupDrafter
 from hf_spec.modeling_patches.modules import CACHE
@@ -47,19 +46,6 @@ def sharing(model: Any) -> Iterator[StepSharing]:
     assert StepSharing.of(model) is None
     assert not found.rows and not found.cached_tokens
     wait_until(lambda: not found._batches)
-
-
-@pytest.fixture
-def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each shared step."""
-    found, take = [], SharedSteps.take
-
-    def noted(self: SharedSteps) -> None:
-        found.append(self.state.batch_size)
-        take(self)
-
-    monkeypatch.setattr(SharedSteps, "take", noted)
-    return found
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

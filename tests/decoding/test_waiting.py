@@ -15,7 +15,6 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import hf_spec
 from hf_spec import RolloutHistory
-from hf_spec.decoding.shared import SharedSteps
 from hf_spec.modeling_patches.modules import CACHE
 
 LENGTHS = (12, 5, 9, 3, 7, 10)
@@ -23,19 +22,6 @@ LENGTHS = (12, 5, 9, 3, 7, 10)
 
 def waiting(spec: dict[str, Any], most: int = 2) -> dict[str, Any]:
     return {**spec, "assistant_kwargs": {**spec["assistant_kwargs"], "max_rows": most}}
-
-
-@pytest.fixture
-def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each step."""
-    found, take = [], SharedSteps.take
-
-    def noted(self: SharedSteps) -> None:
-        found.append(self.state.batch_size)
-        take(self)
-
-    monkeypatch.setattr(SharedSteps, "take", noted)
-    return found
 
 
 def check(model: Any, spec: dict[str, Any], **given: Any) -> torch.Tensor:
