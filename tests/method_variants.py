@@ -79,7 +79,7 @@ VARIANTS: dict[str, Variants] = {
         {
             "adaptive": {},
             "chain": {"tree": "chain", "max_depth": 3, "lookup": True},
-            "narrow": {"num_draft_tokens": 6, "width": 2},
+            "narrow": {"num_draft_tokens": 6, "width": 2, "recycle": True},
             "wide": LEVEL,
         },
         hitting="wide",
@@ -88,7 +88,7 @@ VARIANTS: dict[str, Variants] = {
         {
             "adaptive": {},
             "chain": {"tree": "chain", "max_depth": 3, "lookup": True},
-            "narrow": {"num_draft_tokens": 5, "width": 2, "max_depth": 4},
+            "narrow": {"num_draft_tokens": 5, "width": 2, "max_depth": 4, "recycle": True},
             "wide": {"num_draft_tokens": 61, "max_depth": 1},
             "parallel": {"max_depth": 4},
         },
@@ -166,7 +166,7 @@ VARIANTS: dict[str, Variants] = {
             "first_layer": FIRST_LAYER,
             "adaptive": {
                 "skip_attention": [1], "skip_mlp": [2], "draft_exit": "adaptive", "threshold": 0.2,
-                "num_draft_tokens": 4,
+                "num_draft_tokens": 4, "recycle": True,
             },
             "merged": MERGED,
         },
@@ -186,12 +186,16 @@ VARIANTS: dict[str, Variants] = {
     "medusa": Variants(
         {
             "adaptive": {},
+            "recycled": {"recycle": True},
             "sparse": {"tree": "sparse"},
             "chain": {"tree": "chain", "max_depth": 2, "lookup": True},
             "wide": WIDE,
         },
         hitting="wide",
-        adapters={"adaptive": SHARED, "sparse": {"num_layers": 2, "projection": "own"}},
+        adapters={
+            "adaptive": SHARED, "recycled": SHARED,
+            "sparse": {"num_layers": 2, "projection": "own"},
+        },
         configs={
             "shared": {"num_layers": 2, "num_heads": 3},
             "own": {"projection": "own"},
@@ -211,12 +215,15 @@ VARIANTS: dict[str, Variants] = {
     "ppd": Variants(
         {
             "adaptive": {},
+            "recycled": {"recycle": True},
             "static": {"tree": "static"},
             "paths": {"tree": [[0], [2], [0, 0], [0, 1], [0, 0, 0]], "lookup": True},
             "wide": WIDE,
         },
         hitting="wide",
-        adapters={"adaptive": {**SHARED, "num_ept": 2}},
+        adapters={
+            "adaptive": {**SHARED, "num_ept": 2}, "recycled": {**SHARED, "num_ept": 2},
+        },
         configs={
             "plain": {},
             "one": {"num_prompt_tokens": 1},
@@ -241,6 +248,7 @@ VARIANTS: dict[str, Variants] = {
     "propd": Variants(
         {
             "adaptive": {"prune_top_k": 20, "prune": True},
+            "recycled": {"prune_top_k": 20, "prune": True, "recycle": True},
             "sparse": {"tree": "sparse", "prune_top_k": 20, "prune": True},
             "online": {"tree": "online"},
             "chain": {"tree": "chain", "prune_top_k": 20, "prune": True, "lookup": True},

@@ -35,7 +35,7 @@ class FollowsRows:
 def select_rows(owner: Any, names: Iterable[str], rows: Sequence[int]) -> None:
     """See :meth:`FollowsRows.select`; ``names`` of attributes of ``owner``."""
     for name in names:
-        setattr(owner, name, _selected(getattr(owner, name), rows))
+        setattr(owner, name, selected(getattr(owner, name), rows))
 
 
 def join_rows(owner: Any, names: Iterable[str], other: Any) -> None:
@@ -57,7 +57,8 @@ def follows(part: Any) -> bool:
     return any(join) and join.index(True) <= leave.index(True)
 
 
-def _selected(value: Any, rows: Sequence[int]) -> Any:
+def selected(value: Any, rows: Sequence[int]) -> Any:
+    """A value of such an attribute for these rows; a part that follows the batch is changed."""
     if value is None:
         return None
     if isinstance(value, Tensor):
@@ -65,7 +66,7 @@ def _selected(value: Any, rows: Sequence[int]) -> Any:
     if isinstance(value, list):
         return [value[row] for row in rows]
     if isinstance(value, (tuple, Mapping)):
-        return _of_parts(lambda part: _selected(part, rows), value)
+        return _of_parts(lambda part: selected(part, rows), value)
     value.select(rows)
     return value
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_spec.core import verify
 from hf_spec.core.device import bucket, to_device
+from hf_spec.core.rows import selected
 from hf_spec.core.shapes import TokenTree
 from hf_spec.core.stats import Stopwatch
 from hf_spec.core.tree import Tree
@@ -26,6 +27,7 @@ from hf_spec.draft.policy import StepPolicy, step_shapes
 from hf_spec.draft.rollouts import Earlier
 from hf_spec.draft.state import DecodeState
 from hf_spec.target.graphs import DraftProgram, Graphs
+from hf_spec.target.hidden_states import Read
 from hf_spec.target.target import Output, Prefilled
 
 # -- The device's part of a step: the model's forward, verification, and the drafter's program -----
@@ -186,7 +188,7 @@ class Steps:
             state.root = result.bonus.to(state.root.device)
             host, _ = result.to_host()
         self._emit(tree, host, tree)
-        self._outcome = prompt.committed(result), prompt.hidden
+        self._outcome = prompt.committed(result), Read(prompt.hidden)
 
     def warm(self) -> None:
         """Make the code for all steps that may be chosen."""
@@ -283,9 +285,8 @@ class Steps:
         self.state.select(rows)
         self.policy.move(len(rows))
         if self._outcome is not None:
-            result, hidden = self._outcome
-            own = None if hidden is None else hidden[to_device(rows, hidden.device)]
-            self._outcome = result.of_rows(rows), own
+            result, read = self._outcome
+            self._outcome = result.of_rows(rows), selected(read, rows)
 
     def leave(self) -> None:
         """Once the call is over: leave to later calls what they can use."""

@@ -28,7 +28,8 @@ from hf_spec.decoding.sequences import Sequences
 from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.options import AUTO, DraftOptions, key_of, samples_drafts
 from hf_spec.draft.policy import Learned
-from hf_spec.methods.registry import Method, get_method
+from hf_spec.draft.predictor import MODULES
+from hf_spec.methods.registry import Method, get_method, recycler
 from hf_spec.modeling_patches.fingerprint import ALIKE, Fingerprint, fingerprint
 from hf_spec.modeling_patches.modules import CACHE, decoder_of, only_logits
 from hf_spec.modeling_patches.per_call import Changes
@@ -387,13 +388,14 @@ class Strategy:
         """
         method = get_method(config.assistant_strategy)
         options = method.parse_options(config.assistant_kwargs)
-        drafter = method.make_drafter(model, options, assistant)
+        drafter, samples = method.make_drafter(model, options, assistant), bool(config.do_sample)
+        timed, lookup = resolve(options, drafter, samples)
+        if recycles(options, drafter, samples):
+            drafter.add(recycler(model, options))
         running = fingerprint(model)
         # Ranks must run the same trials, whatever their batches.
         rows = 2 if synced else rows
         alone = check_tree_forward(model, method.name, drafter, padded or synced, running, rows)
-        samples = bool(config.do_sample)
-        timed, lookup = resolve(options, drafter, samples)
         if alone:
             drafter, timed, lookup = _plain(model), False, False
         adapter = None
@@ -454,3 +456,24 @@ def resolve(options: DraftOptions, drafter: Drafter, do_sample: bool) -> tuple[b
     if options.lookup == AUTO:
         return timed, timed and drafter.policy_chooses
     return timed, bool(options.lookup)
+
+
+def recycles(options: DraftOptions, drafter: Drafter, do_sample: bool) -> bool:
+    """Whether recycled candidates join the drafter's trees.
+
+    Raises:
+        ValueError: they are to, and it has no trees that grow.
+    """
+    if "recycle" in drafter.unused or options.recycle is False:
+        return False
+    predictor, drawn = drafter.predictor, samples_drafts(options, do_sample)
+    grows = predictor is not None and predictor.static is None and not drawn
+    if options.recycle == AUTO:
+        timed, _ = resolve(options, drafter, do_sample)
+        return timed and grows and drafter.policy_chooses and drafter.runs == MODULES
+    if not grows:
+        raise ValueError(
+            "recycle=True: recycled candidates join trees that grow by probabilities, with "
+            "tree='adaptive' and without acceptance='rejection'. Leave recycle out."
+        )
+    return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, islice
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -23,11 +25,11 @@ from hf_spec.draft.predictor import MakeTree, Predictor
 from hf_spec.draft.state import DecodeState, Grown
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.target.graphs import DraftProgram
-from hf_spec.target.hidden_states import Reads
+from hf_spec.target.hidden_states import Predicted, Read, Reads
 from hf_spec.target.target import ProbeInputs
 
-#: What a step has committed: the arguments of :meth:`Drafter.advance`.
-Outcome = tuple[StepResult, Tensor | None]
+#: What a step has committed, and what is read of it.
+Outcome = tuple[StepResult, Read]
 #: Combinations of the rows' static trees whose tensors are cached.
 KEPT_STEPS = 256
 
@@ -83,10 +85,11 @@ class Drafter(FollowsRows, CandidateGenerator):
         outside: why drafting, or a part of it, is not in recorded or compiled code; None if it is.
         pruning: how unlikely draft tokens are dropped in deeper layers, if some steps do so. Which
             ones depends on their tokens, so a pruned tree must not carry distributions.
+        also: another predictor, whose candidates join the trees that grow; None if there is none.
     """
 
     reads: Reads = _asked(Reads())
-    of_rows: ClassVar[Sequence[str]] = ("predictor",)
+    of_rows: ClassVar[Sequence[str]] = ("predictor", "also")
     trees: Mapping[str, MakeTree | None] = _asked({})
     unused: Sequence[str] = _asked(TREE_OPTIONS)
     drafts: ClassVar[bool] = True
@@ -101,6 +104,7 @@ class Drafter(FollowsRows, CandidateGenerator):
     outside: str | None = _asked(None)
     pruning: Pruning | None = None
     predictor: Predictor | None = None
+    also: Predictor | None = None
 
     def __init__(
         self, model: PreTrainedModel, options: DraftOptions, predictor: Predictor | None = None
@@ -112,6 +116,11 @@ class Drafter(FollowsRows, CandidateGenerator):
         #: This step's trees and their trust. Lookups may be merged into what is forwarded.
         self._trees: tuple[HostTree, Sequence[float]] | None = None
         self._static: dict[Hashable, tuple[tuple[TokenTree, ...], Tree]] = {}
+
+    def add(self, other: Predictor) -> None:
+        """Let candidates of another predictor, which reads no hidden states, join the trees."""
+        self.also = other
+        self.reads = replace(self.reads, predicted=True)
 
     @property
     def kind_of_forward(self) -> Hashable:
@@ -131,8 +140,8 @@ class Drafter(FollowsRows, CandidateGenerator):
 
     def start(self, state: DecodeState) -> None:
         """Called once, before the prompt's :meth:`advance`."""
-        if self.predictor is not None:
-            self.predictor.start(state)
+        for one in self._predictors:
+            one.start(state)
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         """Called when tokens have been committed, in the prompt, whose tokens are then the accepted
@@ -160,7 +169,9 @@ class Drafter(FollowsRows, CandidateGenerator):
             grows: whether trees are wanted.
         """
         if outcome is not None:
-            self.advance(*outcome)
+            result, read = outcome
+            self.advance(result, read.hidden)
+            _learn(self._predictors, result, read)
         if self.predictor is not None:
             state.grown = self._grow(state, self.predictor) if grows else None
 
@@ -202,28 +213,35 @@ class Drafter(FollowsRows, CandidateGenerator):
             # Those of the step after this one.
             count, depth = predictor.num_grown(tree.num_tokens), predictor.num_levels(state, grows)
         predictor.reserve(tree, depth)
-        buffers, changing, key = predictor.carried()
+        predictors = self._predictors
+        buffers, changing, keys = zip(*(one.carried() for one in predictors))
+        sizes = *map(len, buffers), *map(len, changing)
         self._next_trust = predictor.trust or [0.0] * max(depth, 1)
 
         def function(
-            tensors: Sequence[Tensor], result: StepResult, hidden: Tensor | None,
-            noise: Tensor | None,
-        ) -> tuple[Tensor, ...]:  # fmt: skip
+            tensors: Sequence[Tensor], result: StepResult, read: Read, noise: Tensor | None
+        ) -> tuple[Tensor, ...]:
             *own, trust = tensors
-            traced, root = predictor.traced(own, in_place), result.bonus
-            traced.advance(result, hidden)
-            if traced.static is not None:
+            rest, root = iter(own), result.bonus
+            given = [[*islice(rest, size)] for size in sizes]
+            every = [
+                one.traced([*given[n], *given[n + len(predictors)]], in_place)
+                for n, one in enumerate(predictors)
+            ]
+            traced = every[0]
+            traced.advance(result, read.hidden)
+            _learn(every, result, read)
+            if traced.static is None:
+                packed = _likeliest(every, root, noise, trust, count, depth)
+            else:
                 trees = tuple(one.tree for one in traced.static.states)
-                known = _known(traced, root)
-                return _ranked(traced, root, trees, known), *traced.kept()
-            if noise is not None and traced.token_ids is not None:
-                noise = noise[..., traced.token_ids]
-            return _likeliest(traced, root, noise, trust, count, depth), *traced.kept()
+                packed = _ranked(traced, root, trees, _known(traced, root))
+            return packed, *(tensor for one in every for tensor in one.kept())
 
-        inputs = [*changing, to_device(self._next_trust, state.root.device)]
-        key = "draft tree", key, count, depth, predictor.width, predictor.static, len(buffers)
-        results, reads = 1 + predictor.num_kept, predictor.reads_cache
-        return DraftProgram(key, buffers, inputs, function, depth, results, reads)
+        inputs = [*chain(*changing), to_device(self._next_trust, state.root.device)]
+        key = "draft tree", keys, count, depth, predictor.width, predictor.static, sizes
+        results, reads = 1 + sum(one.num_kept for one in predictors), predictor.reads_cache
+        return DraftProgram(key, [*chain(*buffers)], inputs, function, depth, results, reads)
 
     def received(
         self, state: DecodeState, found: Sequence[Tensor], numbers: Array | None,
@@ -234,11 +252,14 @@ class Drafter(FollowsRows, CandidateGenerator):
         Args:
             numbers: the first of these on the host; None if it is still to be transferred.
         """
-        assert self.predictor is not None
-        self.predictor.received(found, result)
+        packed, *rest = found
+        parts = iter(rest)
+        kept = [[*islice(parts, one.num_kept)] for one in self._predictors]
+        for one, own in zip(self._predictors, kept):
+            one.received([packed, *own], result)
         state.grown = None
         if grows:
-            state.grown = Grown(found[0], numbers, found[1:], self._next_trust)
+            state.grown = Grown(packed, numbers, kept[0], self._next_trust)
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         """Called after each step.
@@ -288,13 +309,17 @@ class Drafter(FollowsRows, CandidateGenerator):
 
     def release(self) -> list[Tensor]:
         """The buffers that compiled code of later calls may use, once the call is over."""
-        return [] if self.predictor is None else self.predictor.release()
+        return [tensor for one in self._predictors for tensor in one.release()]
 
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``."""
         return {} if self.predictor is None else self.predictor.details()
 
     # -- trees -------------------------------------------------------------------------------
+
+    @property
+    def _predictors(self) -> list[Predictor]:
+        return [one for one in (self.predictor, self.also) if one is not None]
 
     def _grow(self, state: DecodeState, predictor: Predictor) -> Grown | Tree:
         """The next trees, by what the host knows."""
@@ -315,9 +340,9 @@ class Drafter(FollowsRows, CandidateGenerator):
         depth, goes_on = predictor.limits(state, depth)
         noise, trust = None, predictor.trust
         if state.noise is not None and predictor.weighs and depth:
-            noise = state.noise.ahead(depth, predictor.token_ids)
+            noise = state.noise.ahead(depth)
         count = predictor.num_grown(self._taken)
-        packed = _likeliest(predictor, root, noise, trust, count, depth, goes_on)
+        packed = _likeliest(self._predictors, root, noise, trust, count, depth, goes_on)
         state.stats.num_draft_forwards += predictor.forwards
         predictor.forwards = 0
         return Grown(packed, kept=predictor.kept(), trust=trust)
@@ -375,13 +400,27 @@ class Drafter(FollowsRows, CandidateGenerator):
         """Stock decoding reports matches here."""
 
 
+def _learn(predictors: Sequence[Predictor], result: StepResult, read: Read) -> None:
+    """See :meth:`Predictor.learn`."""
+    if read.predicted is not None:
+        found = Predicted.unpacked(read.predicted.to(result.counts.device))
+        for one in predictors:
+            one.learn(result, found)
+
+
 def _likeliest(
-    predictor: Predictor, root: Tensor, noise: Tensor | None, trust: Sequence[float] | Tensor,
-    count: int, depth: int, goes_on: GoesOn | None = None,
+    predictors: Sequence[Predictor], root: Tensor, noise: Tensor | None,
+    trust: Sequence[float] | Tensor, count: int, depth: int, goes_on: GoesOn | None = None,
 ) -> Tensor:  # fmt: skip
-    """The likeliest trees, packed; the arguments as of :func:`grow` and
-    :meth:`Predictor.levels`."""
-    levels = predictor.levels(root, depth, count, noise)
+    """The likeliest trees, packed; the arguments as of :func:`grow` and :meth:`Predictor.levels`,
+    but the noise is that of all tokens."""
+    predictor, *others = predictors
+    own = noise
+    if noise is not None and predictor.token_ids is not None:
+        own = noise[..., predictor.token_ids]
+    levels = predictor.levels(root, depth, count, own)
+    for other in others:
+        levels = other.joined(levels, noise)
     packed = grow(levels, root, count, depth, trust, predictor.width, goes_on)
     predictor.finish()
     return packed

@@ -35,7 +35,7 @@ class Frontier(NamedTuple):
         tokens: ``(batch, nodes)`` int64
         log_probs: ``(batch, nodes)`` float32, of the paths down to them, likeliest first.
         choices: ``(batch, nodes)`` index of each token among the :class:`Children` it was chosen
-            from; 0 for the root.
+            from, of which those of another source come last; 0 for the root.
         parents: ``(batch, nodes)`` index of each token's parent in the frontier before; 0 for the
             root.
     """

@@ -74,6 +74,9 @@ class DraftOptions:
             predicts.
         lookup: whether to merge the draft tokens of ``prompt_lookup`` into the strategy's tree.
             ``auto``: where the policy chooses draft tokens by probability.
+        recycle: whether what the model predicted after the same tokens before, as
+            ``token_recycling`` keeps it, joins the strategy's tree. ``auto``: where the policy
+            chooses draft tokens by probability.
         lookup_history: lookups also search so many tokens at least of the answers that earlier
             calls of this process gave with the model; 0: none.
         drafting: ``auto``: only as much as is worth its time, and plain steps while nothing is,
@@ -100,6 +103,7 @@ class DraftOptions:
     num_draft_tokens: int | str = setting(AUTO, rule=DRAFT_SIZE, only={"tree": (ADAPTIVE,)})
     max_depth: int | None = setting(None, rule=count())
     lookup: bool | str = setting(AUTO, rule=choice(AUTO, True, False))
+    recycle: bool | str = setting(AUTO, rule=choice(AUTO, True, False))
     lookup_history: int = setting(0, rule=count(0, MAX_HISTORY), only={"lookup": (AUTO, True)})
     drafting: str = setting(AUTO, rule=choice(AUTO, "always"))
     acceptance: str = setting("match", rule=choice(*ACCEPTANCE_RULES))

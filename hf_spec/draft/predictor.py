@@ -20,7 +20,7 @@ from hf_spec.draft.options import AUTO, DraftOptions, fixed_size
 from hf_spec.draft.policy import DraftExit, num_grown
 from hf_spec.draft.state import DecodeState
 from hf_spec.modeling_patches.per_call import Changes
-from hf_spec.target.hidden_states import Reads
+from hf_spec.target.hidden_states import Predicted, Reads
 from hf_spec.target.target import ProbeInputs
 
 #: Drafting runs modules of the model, such as its output embeddings.
@@ -55,12 +55,13 @@ class Holds:
 class Predictor(FollowsRows, Holds):
     """Predicts what may follow the committed tokens. One instance serves one ``generate()`` call.
 
-    A new one declares the hidden states that it ``reads``, and defines :meth:`advance` if it reads
-    any, :meth:`levels`, and :meth:`chain` for stock assisted decoding. All else has a default.
+    A new one declares what it ``reads``, and defines :meth:`advance` if it reads hidden states,
+    :meth:`learn` if it reads what the model predicts, :meth:`levels`, and :meth:`chain` for stock
+    assisted decoding. All else has a default.
     :class:`Drafter` makes trees of it, eagerly or within recorded and compiled steps.
 
     Attributes:
-        reads: the target's hidden states that :meth:`advance` gets.
+        reads: what :meth:`advance` and :meth:`learn` get.
         trees: values of the option ``tree`` besides ``adaptive``, the default of the static ones
             first; None for one that is made in a way of its own. If there are static ones, rank
             paths are a value, too.
@@ -140,6 +141,10 @@ class Predictor(FollowsRows, Holds):
         """Called when tokens have been committed; the arguments as of :meth:`Drafter.advance`.
         Within recorded and compiled steps the host knows nothing of the result."""
 
+    def learn(self, result: StepResult, predicted: Predicted) -> None:
+        """Called after :meth:`advance`, but for the prompt, with what the model predicts after each
+        node of the step's trees."""
+
     def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Expands:
         """What a tree grows from.
 
@@ -151,6 +156,10 @@ class Predictor(FollowsRows, Holds):
                 sampled with, see :func:`as_sampled`; None if they are not sampled.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define levels()")
+
+    def joined(self, source: Expands, noise: Tensor | None) -> Expands:
+        """What a tree grows from where this predictor's candidates join those of another one."""
+        raise NotImplementedError(f"{type(self).__name__} does not define joined()")
 
     def chain(self, input_ids: Tensor) -> list[int]:
         """The likeliest tokens after a sequence, ``(1, seq)`` without padding."""

@@ -25,7 +25,8 @@ class PlainDrafter(Drafter):
     """Drafts nothing."""
 
     unused = (
-        *TREE_OPTIONS, "lookup", "lookup_history", "acceptance", "typical_epsilon", "typical_delta",
+        *TREE_OPTIONS, "lookup", "recycle", "lookup_history", "acceptance", "typical_epsilon",
+        "typical_delta",
     )  # fmt: skip
 
     drafts = False

@@ -34,7 +34,7 @@ class PromptLookupOptions(Limits, DraftOptions):
 class PromptLookupDrafter(Drafter):
     """Looks the sequence's last tokens up in the sequence itself."""
 
-    unused = ("tree", "lookup")
+    unused = ("tree", "lookup", "recycle")
     of_rows = ("lookups",)
     options: PromptLookupOptions
 

@@ -259,10 +259,10 @@ class OnlinePredictor(HeadPredictor):
     @locked
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         if self._predicted:
-            self.learn(result.tokens, *self._predicted)
+            self.learn_ranks(result.tokens, *self._predicted)
         self._predicted = ()
 
-    def learn(
+    def learn_ranks(
         self, emitted: Sequence[Sequence[int]], root: Tensor, tokens: Tensor, *given: Any
     ) -> None:
         """Learn from what each sequence emitted after its root ``(batch,)``.

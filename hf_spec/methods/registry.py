@@ -196,6 +196,17 @@ class Method:
         return made
 
 
+#: The strategy whose candidates join the trees of others.
+RECYCLING = "token_recycling"
+
+
+def recycler(model: PreTrainedModel, options: DraftOptions) -> Predictor:
+    """What recycles candidates for the trees of another strategy, with these options."""
+    method = get_method(RECYCLING)
+    assert method.predictor is not None
+    return method.predictor(model, method.options(acceptance=options.acceptance))
+
+
 _registered: dict[str, Method] = {}
 
 

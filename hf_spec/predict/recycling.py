@@ -24,7 +24,7 @@ from hf_spec.core.memory import locked, recall
 from hf_spec.core.shapes import TreeStates
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.draft.grow import Children, Frontier, GoesOn
+from hf_spec.draft.grow import Children, Expands, Frontier, GoesOn
 from hf_spec.draft.options import ADAPTIVE, CHAIN
 from hf_spec.draft.predictor import Holds, Predictor
 from hf_spec.draft.state import DecodeState
@@ -40,6 +40,8 @@ TABLE_SIZE = 1 << 17
 #: How far the probabilities of an entry are trusted, by the length of its context, and the weight
 #: that it has beside those of other lengths (docs/inside/appendix_choices.md).
 TRUSTED, WEIGHTS = (0.55, 0.7, 0.95), (1.0, 2.0, 5.0)
+#: The weight that another source of predictions has beside them.
+SOURCE = 5.0
 #: Likeliest successors of a context that are looked at.
 WIDTH = 12
 #: Ranks of accepted nodes are larger than those of all others.
@@ -107,15 +109,19 @@ class SuccessorTable(Holds):
             found.append(self.vocab + place * self.size + key % self.size)
         return torch.stack(keys, -1), torch.stack(found, -1)
 
-    def find(self, contexts: Tensor) -> tuple[Tensor, Tensor]:
-        """What has followed contexts ``(..., ORDERS)``: tokens ``(..., WIDTH)`` int64, likeliest
-        first, and their log-probabilities, float32; -inf where nothing is known.
+    def find(self, contexts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What has followed contexts ``(..., ORDERS)``.
 
         The entries of all lengths are averaged, longer ones with more weight.
+
+        Returns:
+            Tokens ``(..., WIDTH)`` int64, likeliest first; their log-probabilities, float32, -inf
+            where nothing is known; and the weight of the entries, ``(..., 1)`` float32.
         """
         keys, places = self.places(contexts)
         known = torch.where(self.keys[places] == keys, self.weights, 0.0)
-        share = known / known.sum(-1, keepdim=True).clamp(min=1e-9) * self.trusted
+        weight = known.sum(-1, keepdim=True)
+        share = known / weight.clamp(min=1e-9) * self.trusted
         chances = self.log_probs[places].float().exp() * share[..., None]
         chances, tokens = chances.flatten(-2), self.successors[places].flatten(-2)
         same = tokens[..., :, None] == tokens[..., None, :]
@@ -123,7 +129,7 @@ class SuccessorTable(Holds):
         again = (same & (order < order[:, None])).any(-1)
         total = (same * chances[..., None, :]).sum(-1).masked_fill(again, 0.0)
         best = total.topk(min(WIDTH, total.shape[-1]), dim=-1)
-        return tokens.gather(-1, best.indices).long(), best.values.log()
+        return tokens.gather(-1, best.indices).long(), best.values.log(), weight
 
     def learn(self, before: Tensor, found: Predicted, rank: Tensor) -> None:
         """Enter what the model predicts after the nodes of trees.
@@ -222,7 +228,8 @@ class RecyclingPredictor(Predictor):
     """Predicts from a :class:`SuccessorTable`, which it fills as the model verifies drafts. The
     table of an active adapter is where it starts, on a copy."""
 
-    reads = Reads("nodes")
+    reads = Reads(predicted=True)
+    unused = ("recycle",)
     trees = {CHAIN: chain_tree}
     runs = ""
     held = ("table",)
@@ -292,11 +299,9 @@ class RecyclingPredictor(Predictor):
         _last(self.model)[LAST] = table
         return table
 
-    def advance(self, result: StepResult, hidden: Tensor | None) -> None:
-        if hidden is None:  # after the prompt
-            return
+    def learn(self, result: StepResult, predicted: Predicted) -> None:
         assert self.table is not None and self._before is not None
-        before, found = self._before, Predicted.unpacked(hidden.to(self._before.device))
+        before, found = self._before, predicted
         order = torch.arange(found.tokens.shape[1], device=before.device)
         depth = torch.arange(result.path.shape[1], device=before.device)
         accepted = depth < result.counts[:, None]
@@ -327,6 +332,10 @@ class RecyclingPredictor(Predictor):
         assert self.table is not None and self._before is not None
         return Successors(self.table, self._before, noise)
 
+    def joined(self, source: Expands, noise: Tensor | None) -> Joined:
+        assert self.table is not None and self._before is not None
+        return Joined(source, Successors(self.table, self._before, noise))
+
     def chain(self, input_ids: Tensor) -> list[int]:
         model, device, none = self.model, input_ids.device, vocabulary(self.model)
         table = self._begun(SuccessorTable(none, self.table_size, device))
@@ -337,7 +346,7 @@ class RecyclingPredictor(Predictor):
         tokens = [int(found.following[0, -1, 0])]
         while len(tokens) <= self.depth:
             text = torch.cat([before, input_ids.new_tensor([tokens])], 1)
-            following, log_probs = table.find(text[:, -ORDERS:])
+            following, log_probs, _ = table.find(text[:, -ORDERS:])
             if log_probs[0, 0] == -torch.inf:
                 break
             tokens.append(int(following[0, 0]))
@@ -383,13 +392,18 @@ class Successors:
 
     def expand(self, frontier: Frontier) -> Children:
         """The successors of the frontier's nodes."""
+        return self.weighed(frontier)[0]
+
+    def weighed(self, frontier: Frontier) -> tuple[Children, Tensor]:
+        """The same, and the weight of what is known of each node, see
+        :meth:`SuccessorTable.find`."""
         tokens = frontier.tokens
         if frontier.depth:
             above = gather_hidden(self._contexts, frontier.parents)[..., 1:]
         else:
             above = self._before[:, None].expand(-1, tokens.shape[1], -1)
         self._contexts = torch.cat([above, tokens[..., None]], -1)
-        found, log_probs = self._table.find(self._contexts)
+        found, log_probs, weight = self._table.find(self._contexts)
         if self._noise is not None:
             here = self._noise[:, frontier.depth].to(log_probs)
             drawn = here.gather(1, found.flatten(1)).view_as(log_probs)
@@ -398,7 +412,29 @@ class Successors:
             log_probs, order = scores.log_softmax(-1)[..., :-1].sort(descending=True, dim=-1)
             found = found.gather(-1, order)
             log_probs = log_probs.masked_fill(log_probs.isnan(), -torch.inf)
-        return Children(found, log_probs)
+        return Children(found, log_probs), weight
+
+
+class Joined:
+    """A source and a table together; see :class:`hf_spec.draft.grow.Expands`."""
+
+    def __init__(self, source: Expands, table: Successors):
+        self._source, self._table = source, table
+
+    def expand(self, frontier: Frontier) -> Children | None:
+        """The children by both, whose probabilities are averaged where the table knows any."""
+        found = self._source.expand(frontier)
+        if found is None:
+            return None
+        (more, likely), weight = self._table.weighed(frontier)
+        shape = *more.shape[:2], -1
+        tokens = found.tokens.to(more.device).expand(shape)
+        own = found.log_probs.to(likely).expand(shape).exp()
+        share = SOURCE / (SOURCE + weight)
+        same, chances = tokens[..., None] == more[..., None, :], likely.exp()
+        both = own * share + (same * chances[..., None, :]).sum(-1) * (1 - share)
+        alone = chances.masked_fill(same.any(-2), 0.0) * (1 - share)
+        return Children(torch.cat([tokens, more], -1), torch.cat([both, alone], -1).log())
 
 
 def _goes_on(frontier: Frontier) -> bool:

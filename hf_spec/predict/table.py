@@ -94,7 +94,9 @@ class Predictions:
                 root = frontier.tokens[:, :1, None].to(device).expand(-1, 1, given.shape[-1])
                 self._table = self.given(torch.cat([root, self.tokens[:, :-1]], dim=1))
             chosen = frontier.choices.to(device)[:, :, None].expand(-1, -1, given.shape[-1])
-            given = self._table[:, place].gather(1, chosen)
+            last = self._table.shape[2] - 1
+            after = self._table[:, place].gather(1, chosen.clamp(max=last))
+            given = torch.where(chosen > last, given, after)  # tokens that others have named
         return Children(self.tokens[:, place, None], self.where_known(given, place))
 
     def where_known(self, log_probs: Tensor, place: int) -> Tensor:

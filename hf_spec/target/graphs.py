@@ -45,6 +45,7 @@ from hf_spec.target.captures import (
     take_turns,
 )
 from hf_spec.target.graph_parts import AnySize, Code, compile_in_parts
+from hf_spec.target.hidden_states import Read
 from hf_spec.target.recording import Recording, obstacle
 from hf_spec.threads import new_lock
 
@@ -674,7 +675,7 @@ class DraftProgram(NamedTuple):
         buffers: tensors in fixed memory, which it may write into if doing so twice does no harm.
         inputs: all others that change from step to step.
         function: given :attr:`buffers` and :attr:`inputs`, the step's result, what the drafter
-            reads of its hidden states, and what the next tokens will be sampled with (see
+            reads, and what the next tokens will be sampled with (see
             :class:`hf_spec.core.verify.VerifyProgram`), returns the packed trees
             (:meth:`Tree.packed`), and what the drafter gets besides.
         depth: depth of the trees.
@@ -686,32 +687,29 @@ class DraftProgram(NamedTuple):
     key: Hashable
     buffers: Sequence[Tensor]
     inputs: Sequence[Tensor]
-    function: Callable[
-        [Sequence[Tensor], StepResult, Tensor | None, Tensor | None], tuple[Tensor, ...]
-    ]
+    function: Callable[[Sequence[Tensor], StepResult, Read, Tensor | None], tuple[Tensor, ...]]
     depth: int
     num_results: int = 1
     reads_cache: bool = False
 
     def run(
-        self, graphs: Graphs | None, result: StepResult, hidden: Tensor | None,
-        noise: Tensor | None,
-    ) -> Sequence[Tensor]:  # fmt: skip
+        self, graphs: Graphs | None, result: StepResult, read: Read, noise: Tensor | None
+    ) -> Sequence[Tensor]:
         """Run it by code of its own, or as it is."""
         own = [*self.buffers, *self.inputs]
         if graphs is None:
-            return self.function(own, result, hidden, noise)
-        read = [one for one in (hidden, noise) if one is not None]
+            return self.function(own, result, read, noise)
+        others = *read, noise
 
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
             given = iter(tensors)
             first = [next(given) for _ in own]
             result = StepResult.unpacked(next(given))
-            states, ahead = (None if one is None else next(given) for one in (hidden, noise))
-            return self.function(first, result, states, ahead)
+            *parts, ahead = (None if one is None else next(given) for one in others)
+            return self.function(first, result, Read(*parts), ahead)
 
-        inputs = [*own, result.packed(), *(one.contiguous() for one in read)]
-        key = "draft", self.key, hidden is None, noise is None
+        inputs = [*own, result.packed(), *(x.contiguous() for x in others if x is not None)]
+        key = "draft", self.key, *(one is None for one in others)
         return graphs.run(
             key, function, inputs, static=len(self.buffers),
             compared=partial(self.compared, graphs=graphs),

@@ -181,31 +181,39 @@ def embedded(model: Any, embeddings: Tensor, tokens: Tensor) -> dict[str, Tensor
 
 @dataclass(frozen=True)
 class Reads:
-    """The target's hidden states that a drafter reads.
+    """What a drafter reads of the target's forwards.
 
     Attributes:
-        tokens: of which tokens: ``last``, the last accepted node, from which the target made the
-            bonus token; ``committed``, all accepted nodes and all tokens of the prompt; ``probes``,
-            the last accepted node's probes; None to read none. ``nodes``: no states, but what the
-            model predicts after each node, accepted or not, see :class:`Predicted`; of the prompt
-            nothing.
+        tokens: whose hidden states: ``last``, of the last accepted node, from which the target made
+            the bonus token; ``committed``, of all accepted nodes and all tokens of the prompt;
+            ``probes``, of the last accepted node's probes; None to read none.
         layers: whose states, numbered as in Transformers' ``output_hidden_states``, concatenated
             along the features; empty for the final states, which the output embeddings read. Not
             with early pruning.
+        predicted: whether it reads what the model predicts after each node of a step, accepted or
+            not, see :class:`Predicted`.
     """
 
-    tokens: Literal["last", "committed", "probes", "nodes"] | None = None
+    tokens: Literal["last", "committed", "probes"] | None = None
     layers: tuple[int, ...] = ()
+    predicted: bool = False
 
     @property
     def nodes(self) -> bool:
         """Whether states of nodes with tokens are read."""
         return self.tokens in ("last", "committed")
 
-    @property
-    def predicted(self) -> bool:
-        """Whether what the model predicts after each node is read."""
-        return self.tokens == "nodes"
+
+class Read(NamedTuple):
+    """What :class:`Reads` asks for.
+
+    Attributes:
+        hidden: see :meth:`Drafter.advance`.
+        predicted: see :meth:`Predicted.packed`; None after the prompt.
+    """
+
+    hidden: Tensor | None = None
+    predicted: Tensor | None = None
 
 
 NO_STATES = Reads()

@@ -30,6 +30,7 @@ from hf_spec.target.graphs import DraftProgram, Graphs
 from hf_spec.target.hidden_states import (
     NO_STATES,
     Predicted,
+    Read,
     Reads,
     captured,
     embedded,
@@ -204,11 +205,16 @@ class Output(NamedTuple):
     result: StepResult | None = None
     drafted: Sequence[Tensor] = ()
 
-    def read(self, reads: Reads, result: StepResult) -> Tensor | None:
-        """What a drafter reads of the forward, given its result; see :meth:`Drafter.advance`."""
-        hidden, tree = self.hidden, self.tree
+    def read(self, reads: Reads, result: StepResult) -> Read:
+        """What a drafter reads of the forward, given its result."""
+        predicted = None
         if reads.predicted:
-            return Predicted.of(tree.drafted, self.logits).packed()
+            predicted = Predicted.of(self.tree.drafted, self.logits).packed()
+        return Read(self._states(reads, result), predicted)
+
+    def _states(self, reads: Reads, result: StepResult) -> Tensor | None:
+        """See :meth:`Drafter.advance`."""
+        hidden, tree = self.hidden, self.tree
         if hidden is None or reads.tokens is None:
             return None
         if reads.tokens == "last":

@@ -86,7 +86,7 @@ def test_a_step_s_hits_one_token_at_a_time(with_markov_head: bool) -> None:
     drafter.markov_head = made._head
     came = [[3, 7, 1], [5, 5, 5, 5, 5, 5], []]
     given = (made.log_probs, made.states) if with_markov_head else ()
-    drafter.learn(came, roots, made.tokens, *given)
+    drafter.learn_ranks(came, roots, made.tokens, *given)
     expected = []
     for row, tokens in enumerate(came):
         before = [int(roots[row]), *tokens]
@@ -174,14 +174,14 @@ def test_recorded_steps_learn_from_the_same(
     """Trees may differ, as a program knows the hits of one step less."""
     model = adapted(fresh(), markov_rank=markov_rank)
     randomise(model, "PROPD")
-    learn, found = OnlinePredictor.learn, []
+    learn, found = OnlinePredictor.learn_ranks, []
 
     def noted(self: Any, emitted: Any, *made: torch.Tensor) -> None:
         seen[sum(map(len, texts))] = [one[0].clone() for one in made]
         texts.append(emitted[0])
         learn(self, emitted, *made)
 
-    monkeypatch.setattr(OnlinePredictor, "learn", noted)
+    monkeypatch.setattr(OnlinePredictor, "learn_ranks", noted)
     for way in ({}, RECORDED, RECORDED):
         texts: list[list[int]] = []
         seen: dict[int, Any] = {}

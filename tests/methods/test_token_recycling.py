@@ -10,11 +10,15 @@ from running import CAPTURED, default_dtype, drafting
 import hf_spec
 from hf_spec.core.memory import forget, memory
 from hf_spec.core.tree import Row, Tree
+from hf_spec.draft.grow import Children, Frontier
 from hf_spec.predict.recycling import (
     ORDERS,
+    SOURCE,
     TRUSTED,
     WEIGHTS,
     WIDTH,
+    Joined,
+    Successors,
     SuccessorTable,
     contexts_of,
     largest_prime,
@@ -86,9 +90,10 @@ def test_what_was_predicted_after_contexts_of_all_lengths_is_averaged(seed: int,
                 place = order, key if order == 1 else key % largest_prime(size)
                 if place in places and places[place][0] == context:
                     known[order] = places[place][1].topk(NUM_READ)
-            tokens, log_probs = table.find(text)
+            tokens, log_probs, trusted = table.find(text)
             chances = torch.zeros(VOCAB)
             weight = sum(WEIGHTS[order - 1] for order in known)
+            assert trusted.tolist() == [[weight]]
             for order, best in known.items():
                 share = WEIGHTS[order - 1] / weight * TRUSTED[order - 1]
                 chances[best.indices] += share * best.values.exp()
@@ -98,6 +103,50 @@ def test_what_was_predicted_after_contexts_of_all_lengths_is_averaged(seed: int,
             torch.testing.assert_close(log_probs[0].exp(), expected.values, **near)
             found, real = chances[tokens[0]], expected.values > 0
             torch.testing.assert_close(found[real], expected.values[real], **near)
+
+
+class Fixed:
+    """The same children of every node."""
+
+    def __init__(self, children: Children):
+        self._children = children
+
+    def expand(self, frontier: Frontier) -> Children:
+        return self._children
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["per node", "alike"])
+def test_children_of_a_drafter_and_of_a_table_are_averaged_where_the_table_knows_any(
+    alike: bool,
+) -> None:
+    table = SuccessorTable(VOCAB, 100, torch.device("cpu"))
+    tree, before, logits = random_tree(3)
+    found = Predicted.of(tree, logits)
+    table.learn(before, found, torch.where(tree.valid, 0, -1))
+    tokens = (tree.tokens[:, :3] + torch.tensor([0, 0, 7])) % VOCAB
+    zeros = torch.zeros_like(tokens)
+    frontier = Frontier(0, tokens, zeros.float(), zeros, zeros)
+    draw = torch.Generator().manual_seed(0)
+    shape = 2, 1 if alike else 3
+    named = torch.rand(*shape, VOCAB, generator=draw).argsort(-1)[..., :6]
+    likely = torch.rand(*shape, 6, generator=draw).log_softmax(-1)
+    own = Children(named, likely)
+    alone = Successors(table, before, None)
+    more, weight = alone.weighed(frontier)
+    joined = Joined(Fixed(own), Successors(table, before, None)).expand(frontier)
+    assert joined is not None and (weight == 0).any() and (weight > 0).any()
+    for row in range(2):
+        for node in range(3):
+            at = row, 0 if alike else node
+            share = SOURCE / (SOURCE + float(weight[row, node]))
+            expected = torch.zeros(VOCAB).index_add(0, named[at], share * likely[at].exp())
+            of_table = (1 - share) * more.log_probs[row, node].exp()
+            expected.index_add_(0, more.tokens[row, node], of_table)
+            chances = torch.zeros(VOCAB)
+            chances.index_add_(0, joined.tokens[row, node], joined.log_probs[row, node].exp())
+            torch.testing.assert_close(chances, expected)
+            real = joined.tokens[row, node][joined.log_probs[row, node] > -torch.inf]
+            assert len(set(real.tolist())) == len(real)
 
 
 def table_of(model: Any) -> SuccessorTable:
