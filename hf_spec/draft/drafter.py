@@ -18,7 +18,7 @@ from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import HostTree, Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.draft.grow import Array, GoesOn, grow, levels_of, ranked
-from hf_spec.draft.options import TREE_OPTIONS, DraftOptions
+from hf_spec.draft.options import ADAPTIVE, TREE_OPTIONS, DraftOptions
 from hf_spec.draft.predictor import MakeTree, Predictor
 from hf_spec.draft.state import DecodeState, Grown
 from hf_spec.modeling_patches.per_call import Changes
@@ -64,6 +64,9 @@ class Drafter(FollowsRows, CandidateGenerator):
     Args:
         predictor: what trees grow from.
 
+    Raises:
+        ValueError: the option ``tree`` asks for a static tree, and the predictor has none.
+
     Attributes:
         reads: the target's hidden states that :meth:`advance` gets.
         trees: values of the option ``tree`` besides ``adaptive``, the default of the static ones
@@ -105,6 +108,8 @@ class Drafter(FollowsRows, CandidateGenerator):
     def __init__(
         self, model: PreTrainedModel, options: DraftOptions, predictor: Predictor | None = None
     ):
+        if predictor is not None:
+            _check_static(options, predictor)
         self.model, self.predictor = model, predictor
         self.options: Any = options  # of the method's own class
         self._taken = 0  # nodes with tokens of the last step that drafted
@@ -373,6 +378,17 @@ class Drafter(FollowsRows, CandidateGenerator):
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
     ) -> None:
         """Stock decoding reports matches here."""
+
+
+def _check_static(options: DraftOptions, predictor: Predictor) -> None:
+    """Raise a ValueError if a static tree is asked for, and trees would grow all the same."""
+    tree, known, kind = options.tree, predictor.trees, type(predictor).__name__
+    own_way = isinstance(tree, str) and known.get(tree) is None  # adaptive ones are, too
+    if predictor.static is None and not own_way:
+        raise ValueError(
+            f"tree={tree!r}: {kind} names such trees in `trees`, but its `static` is None, so that "
+            f"they would grow by probabilities. Give tree={ADAPTIVE!r}, or define `static` there."
+        )
 
 
 def _likeliest(

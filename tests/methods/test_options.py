@@ -1,7 +1,7 @@
 """Options of all strategies: what is refused, and what is chosen where they leave it open."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -9,9 +9,11 @@ import pytest
 import hf_spec
 from hf_spec.core.shapes import TokenTree
 from hf_spec.decoding.strategy import resolve
+from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.options import DraftOptions, changed, key_of
+from hf_spec.draft.predictor import Predictor
 from hf_spec.methods.registry import get_method, methods
-from hf_spec.predict.table import drafted_depth, static_tree
+from hf_spec.predict.table import chain_tree, drafted_depth, static_tree
 from hf_spec.tools.bench.contenders import contenders, parse_names
 
 #: Options that methods have no use for.
@@ -132,6 +134,28 @@ def test_static_trees(
     strategy: str, options: dict[str, Any], depth: int, paths: tuple[tuple[int, ...], ...]
 ) -> None:
     assert tree_of(strategy, depth, **options).paths == paths
+
+
+@pytest.mark.parametrize("tree", ["chain", [[0], [1]]])
+def test_a_predictor_that_names_static_trees_has_them(tree: Any) -> None:
+    """Else they would grow by probabilities without a word."""
+
+    class Names(Predictor):
+        trees = {"chain": chain_tree, "own": None}
+        depth = 2
+
+    def drafter(tree: Any) -> Drafter:
+        options, model = DraftOptions(tree=tree), cast(Any, None)
+        return Drafter(model, options, Names(model, options))
+
+    with pytest.raises(ValueError) as error:
+        drafter(tree)
+    assert str(error.value) == (
+        f"tree={tree!r}: Names names such trees in `trees`, but its `static` is None, so that they "
+        "would grow by probabilities. Give tree='adaptive', or define `static` there."
+    )
+    for other in ("adaptive", "own"):
+        assert drafter(other).predictor is not None
 
 
 def tree_of(strategy: str, distances: int, **given: Any) -> TokenTree:
