@@ -437,15 +437,22 @@ def make_drafter(model: Any, options: ProPDOptions, adapter: Adapter) -> Drafter
         drafter = method.make_drafter(model, method.parse_options(options.drafter_kwargs))
     if options.prune:
         layer, top_k = adapter.config.prune_layer, adapter.config.prune_top_k
-        _check_prunable(drafter, layer)
+        _check_prunable(drafter, options.drafter, layer)
         weights = adapter.tensors()
         drafter.pruning = EarlyPruning(model, weights, layer, options.prune_top_k or top_k)
     return drafter
 
 
-def _check_prunable(drafter: Drafter, layer: int) -> None:
-    """Raise a ValueError if prompt tokens leave the model before draft tokens are pruned, or layers
-    have recurrent states, which are computed of all nodes."""
+def _check_prunable(drafter: Drafter, name: str, layer: int) -> None:
+    """Raise a ValueError if prompt tokens leave the model before draft tokens are pruned, the
+    drafter reads layers that pruned ones do not reach, or layers have recurrent states, which are
+    computed of all nodes; ``name``: the option ``drafter``."""
+    if drafter.reads.layers:
+        raise ValueError(
+            f"drafter={name!r} with prune=True: it reads the states of layers "
+            f"{list(drafter.reads.layers)}, which the draft tokens that are pruned do not reach. "
+            "Leave prune=True out, or name another drafter."
+        )
     if recurrent_rules(drafter.model):
         raise ValueError(
             f"prune=True: {type(drafter.model).__name__} has recurrent layers, which run on all "
