@@ -467,6 +467,6 @@ READERS = {
         partial(recognizes, kind),
         partial(tables.without_copy, name=HEAD, head="base"),
     )
-    for kind in ("dflash", "dspark")
+    for kind in sorted({kind.strategy for kind in KINDS.values()})
 }  # fmt: skip
 WRITERS = {"speculators": speculators, "sglang": specforge}
