@@ -38,7 +38,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
       for strategy, names in UNUSED.items() for name in names.split()),
     # tree
     ("medusa", {"tree": "round"}, "tree='round': choose one of adaptive, sparse, chain, or give"),
-    ("medusa", {"tree": [[0, 0]]}, "parent .* missing"),
+    ("medusa", {"tree": [[0, 0]]}, r"^tree: path \[0, 0\]: its parent \[0\] is missing. Add it"),
+    ("bita", {"tree": [[0], [0]]}, r"^tree: path \[0\] is given twice"),
+    ("ppd", {"tree": [[0], ["a"]]}, r"^tree: path \['a'\]: ranks are whole numbers, 'a' is not"),
+    ("token_recycling", {"tree": [[-1]]}, r"^tree: path \[-1\]: ranks count from 0"),
+    ("space", {"tree": [[rank] for rank in range(1025)]}, "^tree: more than 1024 draft tokens: l"),
     ("propd", {"tree": "round"}, "choose one of adaptive, sparse, chain, online, or give"),
     ("bita", {"tree": "round"}, "one of adaptive, efficient, full, chain, straightforward, or"),
     ("ppd", {"tree": "full"}, "tree='full': choose one of adaptive, static, chain, dynamic, or"),
@@ -172,7 +176,7 @@ def test_the_papers_trees() -> None:
     assert tree_of("bita", 3, tree="full", top_k=2).num_draft_tokens == 2 + 4 + 8
     sparse = tree_of("medusa", 4, tree="sparse")
     assert sparse.max_depth == 4 and sparse.num_draft_tokens == 15
-    with pytest.raises(ValueError, match="a tree with more than 1024 draft tokens"):
+    with pytest.raises(ValueError, match="^tree='full' with top_k=1000: more than 1024"):
         tree_of("bita", 8, tree="full", top_k=1000)  # it would have 10**24: it is never made
 
 
