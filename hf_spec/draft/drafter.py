@@ -19,6 +19,7 @@ from hf_spec.core.tree import HostTree, Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.draft.grow import Array, GoesOn, grow, levels_of, ranked
 from hf_spec.draft.options import ADAPTIVE, TREE_OPTIONS, DraftOptions
+from hf_spec.draft.policy import ends_early
 from hf_spec.draft.predictor import MakeTree, Predictor
 from hf_spec.draft.state import DecodeState, Grown
 from hf_spec.modeling_patches.per_call import Changes
@@ -317,7 +318,8 @@ class Drafter(FollowsRows, CandidateGenerator):
         if not depth:
             return self._whole(_roots(state), predictor)
         predictor.catch_up(state)
-        depth, goes_on = predictor.limits(state, depth)
+        depth, rule = predictor.limits(state, depth)
+        goes_on = None if rule is None else ends_early(state.active, rule)
         noise, trust = None, predictor.trust
         if state.noise is not None and predictor.weighs and depth:
             noise = state.noise.ahead(depth, predictor.token_ids)

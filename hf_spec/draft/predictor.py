@@ -194,8 +194,9 @@ class Predictor(FollowsRows, Holds):
         return None
 
     def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
-        """How deep the step's trees grow, at most so deep, and what decides before each level
-        whether they go on; None if nothing does."""
+        """How deep the trees of an eager step grow, at most so deep, and what decides before each
+        level whether they go on, see :func:`ends_early`; None if nothing does, or the host must not
+        read."""
         return depth, None
 
     def num_grown(self, taken: int) -> int:
@@ -242,7 +243,7 @@ class Predictor(FollowsRows, Holds):
         return grows
 
     def num_levels(self, state: DecodeState, grows: bool) -> int:
-        """How deep the trees of the next step are."""
+        """How deep the trees of the next step are, where a program grows them."""
         return self.depth
 
     def reserve(self, tree: Tree, levels: int) -> None:

@@ -9,7 +9,6 @@ section 3.1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -26,6 +25,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import Children, Frontier, GoesOn
 from hf_spec.draft.options import ADAPTIVE, CHAIN
+from hf_spec.draft.policy import is_likely
 from hf_spec.draft.predictor import Holds, Predictor
 from hf_spec.draft.state import DecodeState
 from hf_spec.modeling_patches.weights import made_anew, vocabulary
@@ -48,8 +48,6 @@ MAX_NODES = 1 << 20
 LEAST = torch.finfo(torch.float16).min
 #: Tokens of a text that are entered at once, and nodes of a batch.
 AT_ONCE = PAIRED = 256
-#: Where the host may read, a tree ends at a level whose paths are all less likely.
-UNLIKELY = math.log(0.01)
 #: The mean of Gumbel noise, for all tokens that an entry does not name.
 MEAN_NOISE = 0.5772
 
@@ -310,7 +308,7 @@ class RecyclingPredictor(Predictor):
         self._before = text.gather(1, last)
 
     def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
-        return depth, None if is_async(state.root.device) else _goes_on
+        return depth, None if is_async(state.root.device) else is_likely
 
     def release(self) -> list[Tensor]:
         if self._spare is not None and self.table is not None:
@@ -399,11 +397,6 @@ class Successors:
             found = found.gather(-1, order)
             log_probs = log_probs.masked_fill(log_probs.isnan(), -torch.inf)
         return Children(found, log_probs)
-
-
-def _goes_on(frontier: Frontier) -> bool:
-    """Whether a path down to this level is likely enough to be drafted further."""
-    return bool(frontier.log_probs.max() > UNLIKELY)
 
 
 def largest_prime(most: int) -> int:
