@@ -211,7 +211,8 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         if adapter_name in self.adapters:
             super().delete_adapter(adapter_name)
         else:  # of another type: PEFT would activate one of this
-            self._active_adapter = [one for one in self.active_adapters if one != adapter_name]
+            active: Any = self.active_adapters
+            self._active_adapter = [one for one in active if one != adapter_name]
 
     def _follow(self, active: Sequence[str]) -> None:
         """Attach the updates of these adapters to the base; undo those of others, and merges."""
