@@ -187,7 +187,7 @@ class Drafter(FollowsRows, CandidateGenerator):
             return tree.with_tokens(torch.cat([state.root[:, None], drafted.long()], 1))
         tree, host = state.received(grown)
         self._trees = host, grown.trust
-        predictor.proposed(state.root, grown.kept)
+        predictor.proposed(state.root)
         return self._whole(tree, predictor)
 
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
@@ -199,37 +199,36 @@ class Drafter(FollowsRows, CandidateGenerator):
             tree: the step's trees.
             grows: whether trees of the next step are wanted.
         """
-        predictor, graphs = self.predictor, state.target.graphs
+        predictor = self.predictor
         if predictor is None or not predictor.ready(tree, grows):
             return None
-        assert graphs is not None
-        count, depth, in_place = 0, 0, not graphs.compiles
+        count, depth = 0, 0
         if predictor.static is None:
             # Those of the step after this one.
             count, depth = predictor.num_grown(tree.num_tokens), predictor.num_levels(state, grows)
         predictor.reserve(tree, depth)
-        buffers, changing, key = predictor.carried()
+        buffers, changing = predictor.tensors(), predictor.changing()
         self._next_trust = predictor.trust or [0.0] * max(depth, 1)
 
         def function(
             tensors: Sequence[Tensor], result: StepResult, hidden: Tensor | None,
             noise: Tensor | None,
         ) -> tuple[Tensor, ...]:  # fmt: skip
-            *own, trust = tensors
-            traced, root = predictor.traced(own, in_place), result.bonus
-            traced.advance(result, hidden)
-            if traced.static is not None:
-                trees = tuple(one.tree for one in traced.static.states)
-                known = _known(traced, root)
-                return _ranked(traced, root, trees, known), *traced.kept()
-            if noise is not None and traced.token_ids is not None:
-                noise = noise[..., traced.token_ids]
-            return _likeliest(traced, root, noise, trust, count, depth), *traced.kept()
+            *given, trust = tensors
+            split, root = len(buffers), result.bonus
+            own = predictor.using(iter(given[:split]), iter(given[split:]))
+            own.advance(result, hidden)
+            if own.static is not None:
+                trees = tuple(one.tree for one in own.static.states)
+                return _ranked(own, root, trees, _known(own, root)), *own.renewed()
+            if noise is not None and own.token_ids is not None:
+                noise = noise[..., own.token_ids]
+            return _likeliest(own, root, noise, trust, count, depth), *own.renewed()
 
         inputs = [*changing, to_device(self._next_trust, state.root.device)]
-        key = "draft tree", key, count, depth, predictor.width, predictor.static, len(buffers)
-        results, reads = 1 + predictor.num_kept, predictor.reads_cache
-        return DraftProgram(key, buffers, inputs, function, depth, results, reads)
+        own_key = predictor.layout, predictor.width, predictor.static, len(buffers)
+        key = "draft tree", *own_key, count, depth
+        return DraftProgram(key, buffers, inputs, function, depth, predictor.reads_cache)
 
     def received(
         self, state: DecodeState, found: Sequence[Tensor], numbers: Array | None,
@@ -241,10 +240,8 @@ class Drafter(FollowsRows, CandidateGenerator):
             numbers: the first of these on the host; None if it is still to be transferred.
         """
         assert self.predictor is not None
-        self.predictor.received(found, result)
-        state.grown = None
-        if grows:
-            state.grown = Grown(found[0], numbers, found[1:], self._next_trust)
+        self.predictor.received(found[1:], result)
+        state.grown = Grown(found[0], numbers, self._next_trust) if grows else None
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         """Called after each step.
@@ -327,7 +324,7 @@ class Drafter(FollowsRows, CandidateGenerator):
         packed = _likeliest(predictor, root, noise, trust, count, depth, goes_on)
         state.stats.num_draft_forwards += predictor.forwards
         predictor.forwards = 0
-        return Grown(packed, kept=predictor.kept(), trust=trust)
+        return Grown(packed, trust=trust)
 
     def _whole(self, tree: Tree, predictor: Predictor) -> Tree:
         """Trees that have grown, with all probes if they are forwarded whole."""

@@ -20,13 +20,14 @@ from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import find_active
 from hf_spec.core.device import is_async, to_device
 from hf_spec.core.memory import locked, recall
+from hf_spec.core.rows import Holds
 from hf_spec.core.shapes import TreeStates
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import Children, Frontier, GoesOn
 from hf_spec.draft.options import ADAPTIVE, CHAIN
 from hf_spec.draft.policy import is_likely
-from hf_spec.draft.predictor import Holds, Predictor
+from hf_spec.draft.predictor import Predictor
 from hf_spec.draft.state import DecodeState
 from hf_spec.modeling_patches.weights import made_anew, vocabulary
 from hf_spec.predict.table import chain_tree, static_tree
@@ -223,7 +224,7 @@ class RecyclingPredictor(Predictor):
     reads = Reads("nodes")
     trees = {CHAIN: chain_tree}
     runs = ""
-    held = ("table",)
+    held = (*Predictor.held, "table")
     per_row = ("_before",)
 
     def __init__(self, model: Any, options: Any):

@@ -678,7 +678,6 @@ class DraftProgram(NamedTuple):
             :class:`hf_spec.core.verify.VerifyProgram`), returns the packed trees
             (:meth:`Tree.packed`), and what the drafter gets besides.
         depth: depth of the trees.
-        num_results: number of tensors that it returns.
         reads_cache: whether it reads the model's KV cache, where accepted nodes must be in their
             places.
     """
@@ -690,7 +689,6 @@ class DraftProgram(NamedTuple):
         [Sequence[Tensor], StepResult, Tensor | None, Tensor | None], tuple[Tensor, ...]
     ]
     depth: int
-    num_results: int = 1
     reads_cache: bool = False
 
     def run(
