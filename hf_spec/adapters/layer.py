@@ -208,7 +208,11 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
 
     def delete_adapter(self, adapter_name: str) -> None:
         self._follow([name for name in self.updating() if name != adapter_name])
-        super().delete_adapter(adapter_name)
+        if adapter_name in self.adapters:
+            super().delete_adapter(adapter_name)
+        else:  # of another type: PEFT would activate one of this
+            active: Any = self.active_adapters
+            self._active_adapter = [one for one in active if one != adapter_name]
 
     def _follow(self, active: Sequence[str]) -> None:
         """Attach the updates of these adapters to the base; undo those of others, and merges."""

@@ -368,11 +368,7 @@ def require_active(
     remedy = f"load one with model.load_adapter(...), or train one: `hf-spec train {strategy}`"
     if layer is not None and layer.adapters:
         name = min(layer.adapters)
-        wanted = _to_set(model, layer, name)
-        remedy = (
-            f"activate {name!r} with enable_adapters() or set_adapter({wanted!r}), or leave the "
-            "`disable_adapter` block"
-        )
+        remedy = f"activate {name!r}: {_to_activate(model, layer, name)}"
     else:
         others = active_types(model)
         if others:
@@ -393,6 +389,27 @@ def active_types(model: nn.Module) -> dict[str, str]:
             if config.strategy is not None:
                 found[config.type_name] = config.strategy
     return found
+
+
+def waiting(model: nn.Module) -> dict[str, str]:
+    """The adapters of hf_spec that are attached and not active, and what activates each. Names of
+    disabled ones are in Transformers' ``active_adapters()`` all the same."""
+    found = {}
+    for layer in layers_of(unwrapped(model)):
+        active = () if layer.disable_adapters else layer.active_adapters
+        for name in (name for name in layer.adapters if name not in active):
+            found[name] = _to_activate(model, layer, name)
+    return found
+
+
+def _to_activate(model: nn.Module, layer: Any, name: str) -> str:
+    """What activates one adapter of a layer."""
+    steps = []
+    if layer.disable_adapters:
+        steps.append("call enable_adapters(), or leave the `disable_adapter` block")
+    if name not in layer.active_adapters:
+        steps.append(f"call set_adapter({_to_set(model, layer, name)!r})")
+    return ", and ".join(steps)
 
 
 def _to_set(model: nn.Module, layer: Any, name: str) -> str | list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol, Self
 from weakref import ref
 
@@ -253,7 +253,13 @@ GROWTH, NODES = 256, 64
 
 
 class Allocator(Protocol):
-    """Allocates buffers for code that is made for each size of them, and for their places."""
+    """Allocates buffers for code that is made for each size of them, and for their places.
+
+    Attributes:
+        compiles: whether the code is compiled.
+    """
+
+    compiles: bool
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of finite values."""
@@ -298,7 +304,7 @@ class AttentionStates:
         self.room = NODES  # nodes of a block that overwrite nothing which their windows need
         self.windows: dict[int, int] = {}  # of layers that keep no more, by their index
         self.front = 0  # number of front slots
-        self.traced = False  # whether this is what a graph sees, see traced_with
+        self.traced = False  # whether this is what compiled code sees, see using
         self.limit: int | None = None
         self._groups: list[tuple[Tensor, list[BufferKey]]] = []
         self.allocate_by(allocator)
@@ -530,14 +536,13 @@ class AttentionStates:
         """The layers' keys and values ``(batch, kv_heads, front + slots, head_dim)``."""
         return [self.layers[index].with_front[name] for index, name in self.members]
 
-    def traced_with(
-        self, layers: Sequence[AttentionLayer], tensors: Iterable[Tensor], in_place: bool
-    ) -> Self:
-        """The same states in these layers and :meth:`tensors`, as a graph sees them; ``in_place``:
-        these are the buffers themselves, to which kernels write as eager code does."""
+    def using(self, layers: Sequence[AttentionLayer], tensors: Iterator[Tensor]) -> Self:
+        """The same states in these layers and :meth:`tensors`, as a graph sees them. Where nothing
+        is compiled, these are the buffers themselves, to which kernels write as eager code does."""
         own = copy.copy(self)
-        own.layers, own.traced, own._flat = list(layers), not in_place, None
-        for tensor, (index, name) in zip(tensors, self.members):
+        own.layers, own._flat = list(layers), None
+        own.traced = self._allocator is not None and self._allocator.compiles
+        for (index, name), tensor in zip(self.members, tensors):
             own.layers[index].attach(name, tensor, own.front)
         return own
 

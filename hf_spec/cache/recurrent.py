@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -296,13 +296,17 @@ class RecurrentStates:
     def tensors(self) -> list[Tensor]:
         return self.snapshot.tensors
 
-    def traced_with(self, tensors: Iterable[Tensor], visible: Tensor) -> Self:
-        """The same with other :meth:`tensors`, as a graph sees them, in a block."""
+    def using(self, tensors: Iterator[Tensor]) -> Self:
+        """The same with other :meth:`tensors`, as a graph sees them."""
         own = copy.copy(self)
-        own.snapshot = StateSnapshot([], list(tensors))
-        own._traced, own._kept = True, {}
-        own.visible, own._steps = lambda: visible, {}
+        own.snapshot = StateSnapshot([], [next(tensors) for _ in self.snapshot.tensors])
+        own._traced = True
         return own
+
+    @property
+    def num_kept(self) -> int:
+        """Number of :meth:`kept_tensors`."""
+        return len([*self._names()])
 
     def kept_tensors(self) -> list[Tensor]:
         """What the step has kept, as results of a graph; empty tensors for skipped layers."""

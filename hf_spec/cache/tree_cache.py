@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ class TreeCache(StatefulCache):
         generated: of further inputs with a value per token, that of generated tokens, by name,
             where it is not that of the prompt's last one.
         made_by: class and size of the model whose states it holds; None if nobody has said.
+        is_given: whether it is what a graph sees, see :meth:`using`.
 
     Args:
         allocator: see :meth:`AttentionStates.allocate_by`.
@@ -64,6 +65,7 @@ class TreeCache(StatefulCache):
     """
 
     layers: list[AttentionLayer]
+    is_given: bool = False
 
     def __init__(
         self, num_layers: int, batch_size: int, device: torch.device | str,
@@ -257,26 +259,30 @@ class TreeCache(StatefulCache):
         """The buffers of its layers, whose sizes recur and into which graphs write."""
         return self.states.tensors() + (self.recurrent.tensors() if self.recurrent else [])
 
-    def traced_with(
-        self, tensors: Iterable[Tensor], lengths: Tensor, slots: Tensor, tree: Tree,
-        in_place: bool,
-    ) -> TreeCache:  # fmt: skip
-        """The cache with an open block as a graph sees it, which serves all lengths: with these
-        :meth:`tensors`, :attr:`lengths`, slots ``(batch, n)`` that the block writes, and tree, in
-        place of its own. Attention sees all slots; ``in_place``: see
-        :meth:`AttentionStates.traced_with`."""
-        front = self.block is not None and self.block.front
-        own = TreeCache(len(self.layers), self.batch_size, lengths.device)
-        given = list(tensors)
-        own.states = self.states.traced_with(own.layers, given, in_place)
+    def changing(self) -> list[Tensor]:
+        """What differs from step to step, see :class:`hf_spec.core.rows.Holds`."""
+        return [self.lengths.contiguous()]
+
+    def using(self, tensors: Iterator[Tensor], changing: Iterator[Tensor]) -> Self:
+        """The cache as a graph sees it, which serves all lengths: with these :meth:`tensors` and
+        :attr:`lengths` in place of its own, which the host does not know."""
+        own = type(self)(len(self.layers), self.batch_size, self.lengths.device)
+        own.states = self.states.using(own.layers, tensors)
+        own.lengths, own.is_given = next(changing), True
+        if self.recurrent is not None:
+            own.recurrent = self.recurrent.using(tensors)
+        return own
+
+    def begin_given(self, tree: Tree, nodes: Tensor, front: bool = False) -> int:
+        """:meth:`begin` where :attr:`is_given`; the forward writes ``nodes`` ``(n,)`` of the tree.
+        Attention sees all slots."""
         # The length with which the block fills the slots. The check of a new graph detects models
         # that compute with it.
-        own.lengths, own.host_lengths = lengths, [self.capacity - slots.shape[1]] * self.batch_size
-        own.block = OpenBlock(0, slots, self.capacity, front, tree)
+        self.host_lengths = [self.capacity - len(nodes)] * self.batch_size
+        self.block = OpenBlock(0, self.lengths[:, None] + nodes, self.capacity, front, tree)
         if self.recurrent is not None:
-            given = given[len(self.states.members) :]
-            own.recurrent = self.recurrent.traced_with(given, tree.ancestors)
-        return own
+            self.recurrent.begin(lambda: tree.ancestors, 0, self.recurrent.plain)
+        return self.capacity
 
     # -- rows --------------------------------------------------------------------------------
 

@@ -17,6 +17,11 @@ Rule = Callable[[str, Any], None]
 #: The command that installs hf_spec: the one place where it stands, for errors, cards and guides.
 #: On the package index it will be ``pip install hf_spec``.
 INSTALL = "pip install .  # in a clone of hf_spec"
+#: What to do, for errors of a strategy that a model has nothing for.
+ANOTHER = (
+    "Name 'auto', which takes what the model has, or train a drafter for it: `hf-spec train "
+    "--help` lists those that can be trained."
+)
 
 
 #: As pays or fits.

@@ -1,8 +1,10 @@
-"""What rows of a batch take with them when they leave it, or join those of another call."""
+"""The parts of a call by names of attributes: what rows take with them when they leave the batch or
+join that of another call, and which tensors recorded and compiled code takes and gives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -30,6 +32,56 @@ class FollowsRows:
     def join(self, other: Self) -> None:
         """Take the rows of another call's part behind these. It must not be used again."""
         join_rows(self, self.of_rows, other)
+
+
+class Holds:
+    """A part with tensors that are inputs of recorded and compiled code. Such code runs on a copy
+    that holds others in their place, and so serves all steps.
+
+    Attributes:
+        held: names of the attributes with tensors in fixed memory, with other parts that hold some,
+            with tuples or dictionaries of both, or None.
+        per_row: names of those with tensors that differ from step to step, tuples of them, or None.
+            The code gives them anew.
+    """
+
+    held: ClassVar[Sequence[str]] = ()
+    per_row: ClassVar[Sequence[str]] = ()
+
+    @property
+    def layout(self) -> Hashable:
+        """What code depends on besides the shapes of the tensors."""
+        return tuple(one.layout for one in self._held() if not isinstance(one, Tensor))
+
+    def tensors(self) -> list[Tensor]:
+        """Those in fixed memory, always in the same order."""
+        parts = ([one] if isinstance(one, Tensor) else one.tensors() for one in self._held())
+        return [tensor for part in parts for tensor in part]
+
+    def changing(self) -> list[Tensor]:
+        """All others, in the same order."""
+        parts = ([] if isinstance(one, Tensor) else one.changing() for one in self._held())
+        return [tensor for part in parts for tensor in part] + [*_inside(self, self.per_row)]
+
+    def using(self, tensors: Iterator[Tensor], changing: Iterator[Tensor]) -> Self:
+        """A copy that holds these in place of :meth:`tensors` and :meth:`changing`."""
+        own = copy.copy(self)
+        for name in self.held:
+            setattr(own, name, _replaced(getattr(self, name), tensors, changing))
+        own.take(changing)
+        return own
+
+    def renewed(self) -> Sequence[Tensor]:
+        """What code gives anew, of the copy that it runs on."""
+        return [*_inside(self, self.per_row)]
+
+    def take(self, tensors: Iterator[Tensor]) -> None:
+        """Hold these in place of those that differ from step to step."""
+        for name in self.per_row:
+            setattr(self, name, _replaced(getattr(self, name), tensors, tensors))
+
+    def _held(self) -> Iterator[Any]:
+        return _inside(self, self.held)
 
 
 def select_rows(owner: Any, names: Iterable[str], rows: Sequence[int]) -> None:
@@ -87,6 +139,25 @@ def _joined(own: Any, new: Any, what: str) -> Any:
         return _of_parts(lambda one, other: _joined(one, other, what), own, new)
     own.join(new)
     return own
+
+
+def _inside(owner: Any, names: Iterable[str]) -> Iterator[Any]:
+    """All tensors and parts in attributes of these names."""
+    values = [getattr(owner, name) for name in names]
+    while values:
+        value = values.pop(0)
+        if isinstance(value, (tuple, list, Mapping)):
+            values[:0] = value.values() if isinstance(value, Mapping) else value
+        elif value is not None:
+            yield value
+
+
+def _replaced(value: Any, tensors: Iterator[Tensor], changing: Iterator[Tensor]) -> Any:
+    if value is None or isinstance(value, Tensor):
+        return None if value is None else next(tensors)
+    if isinstance(value, (tuple, list, Mapping)):
+        return _of_parts(lambda part: _replaced(part, tensors, changing), value)
+    return value.using(tensors, changing)
 
 
 def _of_parts(change: Callable[..., Any], value: Any, *others: Any) -> Any:

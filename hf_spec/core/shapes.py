@@ -158,7 +158,7 @@ def _checked_paths(paths: Any) -> list[tuple[int, ...]]:
     """Return rank paths as tuples; raise a ValueError if they are invalid."""
     found = list(islice(paths, MAX_DRAFT_TOKENS + 1))
     if len(found) > MAX_DRAFT_TOKENS:
-        raise ValueError(f"a tree with more than {MAX_DRAFT_TOKENS} draft tokens: leave some out.")
+        raise ValueError(f"more than {MAX_DRAFT_TOKENS} draft tokens: leave some out.")
     return [_checked_path(path) for path in found]
 
 

@@ -19,7 +19,7 @@ from transformers import Cache, CompileConfig, GenerationConfig, PreTrainedModel
 
 from hf_spec.adapters.config import GENERATION
 from hf_spec.adapters.layer import Adapter
-from hf_spec.adapters.loading import load_unattached
+from hf_spec.adapters.loading import load_unattached, waiting
 from hf_spec.cache.attention import SMALLEST
 from hf_spec.core.checks import UNFIT, check_count, check_names, explained, first_line
 from hf_spec.core.memory import memory
@@ -222,7 +222,9 @@ def choose(model: Any, assistant: Any = None, place: str | None = None) -> Choic
             if obstacle is None:
                 return Choice(name, "the model's own checkpoint has layers for it", passed=passed)
             passed[name] = obstacle
-    return Choice(UNTRAINED, "it needs no adapter, and none is active", passed=passed)
+    attached = waiting(model).items()
+    others = "".join(f"; to activate {name!r}, {how}" for name, how in attached)
+    return Choice(UNTRAINED, f"it needs no adapter, and none is active{others}", passed=passed)
 
 
 def resolve_auto(model: Any, config: GenerationConfig, assistant: Any = None) -> None:

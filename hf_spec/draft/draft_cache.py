@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -66,7 +66,8 @@ class TreeRows:
 
 
 class DraftCache(TreeCache):
-    """A :class:`TreeCache` whose owner asks for no more than what recorded code can know, too.
+    """A :class:`TreeCache` whose owner asks for no more than what recorded code can know. There
+    lengths are on the device only, and all slots are seen.
 
     Attributes:
         packs: whether masks are packed.
@@ -92,50 +93,25 @@ class DraftCache(TreeCache):
 
     def open(self, tree: Tree, first: int = 0) -> TreeRows:
         """Open a block for the nodes ``first ..`` of a tree, whose states are written next."""
-        keys = self.begin(tree, first)
+        if self.is_given:
+            nodes = torch.arange(first, tree.num_nodes, device=self.lengths.device)
+            keys = self.begin_given(tree, nodes)
+        else:
+            keys = self.begin(tree, first)
         return TreeRows(self.states, self.lengths, tree, first, keys, self.packs)
 
     def keep(self, counts: Tensor, known: Sequence[int] | None) -> None:
         """Close the block and keep the first ``counts`` (batch,) nodes of each row, which are those
         that are ``known``, if the host knows them."""
-        self.commit(counts.tolist() if known is None else known)
+        if self.is_given:
+            self.lengths = self.lengths + counts.to(self.lengths.device)
+        else:
+            self.commit(counts.tolist() if known is None else known)
 
-
-class TracedDraftCache:
-    """The same as recorded code sees it: lengths are on the device only, and all slots are seen.
-
-    Args:
-        cache: holds the states.
-        tensors: what stands for its tensors.
-        lengths: ``(batch,)`` what stands for its lengths.
-        in_place: see :meth:`TreeCache.traced_with`.
-    """
-
-    def __init__(
-        self, cache: DraftCache, tensors: Sequence[Tensor], lengths: Tensor, in_place: bool
-    ):
-        self._cache, self._tensors, self.lengths = cache, tensors, lengths
-        self._in_place = in_place
-        self._block: Any = None
-
-    def open(self, tree: Tree, first: int = 0) -> TreeRows:
-        """See :meth:`DraftCache.open`."""
-        lengths, cache = self.lengths, self._cache
-        nodes = first + torch.arange(tree.num_nodes - first, device=lengths.device)
-        slots = lengths[:, None] + nodes
-        self._block = cache.traced_with(self._tensors, lengths, slots, tree, self._in_place)
-        return TreeRows(self._block.states, lengths, tree, first, cache.capacity, cache.packs)
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self._block.update(*args, **kwargs)
-        return found
-
-    def keep(self, counts: Tensor, known: Sequence[int] | None) -> None:
-        """See :meth:`DraftCache.keep`."""
-        self.lengths = self.lengths + counts.to(self.lengths.device)
-
-    def rollback(self) -> None:
-        """Nothing is left open."""
+    def using(self, tensors: Iterator[Tensor], changing: Iterator[Tensor]) -> Self:
+        own = super().using(tensors, changing)
+        own.packs = self.packs
+        return own
 
 
 def whole(tokens: Tensor) -> StepResult:

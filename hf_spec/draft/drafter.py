@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -20,7 +19,8 @@ from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import HostTree, Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.draft.grow import Array, GoesOn, grow, levels_of, ranked
-from hf_spec.draft.options import TREE_OPTIONS, DraftOptions
+from hf_spec.draft.options import ADAPTIVE, TREE_OPTIONS, DraftOptions
+from hf_spec.draft.policy import ends_early
 from hf_spec.draft.predictor import MakeTree, Predictor
 from hf_spec.draft.state import DecodeState, Grown
 from hf_spec.modeling_patches.per_call import Changes
@@ -66,6 +66,9 @@ class Drafter(FollowsRows, CandidateGenerator):
     Args:
         predictor: what trees grow from.
 
+    Raises:
+        ValueError: the option ``tree`` asks for a static tree, and the predictor has none.
+
     Attributes:
         reads: the target's hidden states that :meth:`advance` gets.
         trees: values of the option ``tree`` besides ``adaptive``, the default of the static ones
@@ -109,6 +112,8 @@ class Drafter(FollowsRows, CandidateGenerator):
     def __init__(
         self, model: PreTrainedModel, options: DraftOptions, predictor: Predictor | None = None
     ):
+        if predictor is not None:
+            _check_static(options, predictor)
         self.model, self.predictor = model, predictor
         self.options: Any = options  # of the method's own class
         self._taken = 0  # nodes with tokens of the last step that drafted
@@ -192,7 +197,7 @@ class Drafter(FollowsRows, CandidateGenerator):
             return tree.with_tokens(torch.cat([state.root[:, None], drafted.long()], 1))
         tree, host = state.received(grown)
         self._trees = host, grown.trust
-        predictor.proposed(state.root, grown.kept)
+        predictor.proposed(state.root)
         return self._whole(tree, predictor)
 
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
@@ -204,44 +209,40 @@ class Drafter(FollowsRows, CandidateGenerator):
             tree: the step's trees.
             grows: whether trees of the next step are wanted.
         """
-        predictor, graphs = self.predictor, state.target.graphs
+        predictor = self.predictor
         if predictor is None or not predictor.ready(tree, grows):
             return None
-        assert graphs is not None
-        count, depth, in_place = 0, 0, not graphs.compiles
+        count, depth = 0, 0
         if predictor.static is None:
             # Those of the step after this one.
             count, depth = predictor.num_grown(tree.num_tokens), predictor.num_levels(state, grows)
         predictor.reserve(tree, depth)
         predictors = self._predictors
-        buffers, changing, keys = zip(*(one.carried() for one in predictors))
-        sizes = *map(len, buffers), *map(len, changing)
+        buffers = [tensor for one in predictors for tensor in one.tensors()]
+        changing = [tensor for one in predictors for tensor in one.changing()]
         self._next_trust = predictor.trust or [0.0] * max(depth, 1)
 
         def function(
             tensors: Sequence[Tensor], result: StepResult, read: Read, noise: Tensor | None
         ) -> tuple[Tensor, ...]:
-            *own, trust = tensors
-            rest, root = iter(own), result.bonus
-            given = [[*islice(rest, size)] for size in sizes]
-            every = [
-                one.traced([*given[n], *given[n + len(predictors)]], in_place)
-                for n, one in enumerate(predictors)
-            ]
-            traced = every[0]
-            traced.advance(result, read.hidden)
+            *given, trust = tensors
+            fixed, rest = iter(given[: len(buffers)]), iter(given[len(buffers) :])
+            every, root = [one.using(fixed, rest) for one in predictors], result.bonus
+            own = every[0]
+            own.advance(result, read.hidden)
             _learn(every, result, read)
-            if traced.static is None:
+            if own.static is None:
                 packed = _likeliest(every, root, noise, trust, count, depth)
             else:
-                trees = tuple(one.tree for one in traced.static.states)
-                packed = _ranked(traced, root, trees, _known(traced, root))
-            return packed, *(tensor for one in every for tensor in one.kept())
+                trees = tuple(one.tree for one in own.static.states)
+                packed = _ranked(own, root, trees, _known(own, root))
+            return packed, *(tensor for one in every for tensor in one.renewed())
 
-        inputs = [*chain(*changing), to_device(self._next_trust, state.root.device)]
-        key = "draft tree", keys, count, depth, predictor.width, predictor.static, sizes
-        results, reads = 1 + sum(one.num_kept for one in predictors), predictor.reads_cache
-        return DraftProgram(key, [*chain(*buffers)], inputs, function, depth, results, reads)
+        inputs = [*changing, to_device(self._next_trust, state.root.device)]
+        layouts = tuple(one.layout for one in predictors)
+        own_key = layouts, predictor.width, predictor.static, len(buffers)
+        key = "draft tree", *own_key, count, depth
+        return DraftProgram(key, buffers, inputs, function, depth, predictor.reads_cache)
 
     def received(
         self, state: DecodeState, found: Sequence[Tensor], numbers: Array | None,
@@ -252,14 +253,13 @@ class Drafter(FollowsRows, CandidateGenerator):
         Args:
             numbers: the first of these on the host; None if it is still to be transferred.
         """
+        assert self.predictor is not None
         packed, *rest = found
-        parts = iter(rest)
-        kept = [[*islice(parts, one.num_kept)] for one in self._predictors]
-        for one, own in zip(self._predictors, kept):
-            one.received([packed, *own], result)
-        state.grown = None
-        if grows:
-            state.grown = Grown(packed, numbers, kept[0], self._next_trust)
+        first = len(rest) - (0 if self.also is None else len(self.also.renewed()))
+        self.predictor.received(rest[:first], result)
+        if self.also is not None:
+            self.also.received(rest[first:], result)
+        state.grown = Grown(packed, numbers, self._next_trust) if grows else None
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         """Called after each step.
@@ -337,7 +337,8 @@ class Drafter(FollowsRows, CandidateGenerator):
         if not depth:
             return self._whole(_roots(state), predictor)
         predictor.catch_up(state)
-        depth, goes_on = predictor.limits(state, depth)
+        depth, rule = predictor.limits(state, depth)
+        goes_on = None if rule is None else ends_early(state.active, rule)
         noise, trust = None, predictor.trust
         if state.noise is not None and predictor.weighs and depth:
             noise = state.noise.ahead(depth)
@@ -345,7 +346,7 @@ class Drafter(FollowsRows, CandidateGenerator):
         packed = _likeliest(self._predictors, root, noise, trust, count, depth, goes_on)
         state.stats.num_draft_forwards += predictor.forwards
         predictor.forwards = 0
-        return Grown(packed, kept=predictor.kept(), trust=trust)
+        return Grown(packed, trust=trust)
 
     def _whole(self, tree: Tree, predictor: Predictor) -> Tree:
         """Trees that have grown, with all probes if they are forwarded whole."""
@@ -398,6 +399,17 @@ class Drafter(FollowsRows, CandidateGenerator):
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
     ) -> None:
         """Stock decoding reports matches here."""
+
+
+def _check_static(options: DraftOptions, predictor: Predictor) -> None:
+    """Raise a ValueError if a static tree is asked for, and trees would grow all the same."""
+    tree, known, kind = options.tree, predictor.trees, type(predictor).__name__
+    own_way = isinstance(tree, str) and known.get(tree) is None  # adaptive ones are, too
+    if predictor.static is None and not own_way:
+        raise ValueError(
+            f"tree={tree!r}: {kind} names such trees in `trees`, but its `static` is None, so that "
+            f"they would grow by probabilities. Give tree={ADAPTIVE!r}, or define `static` there."
+        )
 
 
 def _learn(predictors: Sequence[Predictor], result: StepResult, read: Read) -> None:

@@ -46,6 +46,11 @@ class Frontier(NamedTuple):
     choices: Tensor
     parents: Tensor
 
+    def of_rows(self, rows: Sequence[int]) -> Frontier:
+        """That of some of the batch's rows."""
+        index = to_device(rows, self.tokens.device)
+        return Frontier(self.depth, *(part[index] for part in self[1:]))
+
 
 class Children(NamedTuple):
     """The likeliest tokens after each node of a frontier.

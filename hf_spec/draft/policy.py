@@ -442,11 +442,37 @@ AGAIN = 64
 FEWEST, MOST = 15, 63
 #: The same where each level takes a forward.
 GROWN = 32
+#: Where levels take no forward, a tree ends at one whose paths are all less likely.
+UNLIKELY = math.log(0.01)
 
 
 def num_grown(taken: int) -> int:
     """Number of draft tokens to grow after a step with so many nodes with tokens."""
     return MOST if taken > FEWEST else FEWEST
+
+
+def ends_early(active: Sequence[bool], goes_on: GoesOn) -> GoesOn:
+    """When the trees of a step end before they are as deep as they may be.
+
+    All predictors' rules are asked here, before each level, and read the probabilities of its
+    frontier. So they hold only where the host may read while trees grow. It may not in recorded and
+    compiled steps, nor in eager ones on a device that it runs ahead of: there, how deep trees are
+    is decided before, see :meth:`DraftExit.levels`; layer_skip alone reads there all the same.
+
+    Args:
+        active: unfinished rows; the rule gets the frontier of these alone.
+        goes_on: the rule.
+    """
+    rows = [row for row, on in enumerate(active) if on]
+    if len(rows) == len(active):
+        return goes_on
+    return lambda frontier: goes_on(frontier.of_rows(rows))
+
+
+def is_likely(frontier: Frontier) -> bool:
+    """Whether some path down to a level is likely enough to be drafted further, where levels cost
+    about nothing."""
+    return bool(frontier.log_probs.max() > UNLIKELY)
 
 
 class DraftExit:
@@ -474,15 +500,21 @@ class DraftExit:
 
         Args:
             distance: the distance, from 1.
-            paths: probability of each sequence that all tokens before are accepted; 0 if it is
-                finished.
+            paths: probability of each unfinished sequence that all tokens before are accepted.
             cost: tokens that the forward must bring.
-            present: probability of each sequence that a draft token at this distance is already in
+            present: probability of each of them that a draft token at this distance is already in
                 the tree and accepted.
         """
         rate = self.calibration.rate(distance)
         present = present or [0.0] * len(paths)
         return sum(max(path * rate - prob, 0.0) for path, prob in zip(paths, present)) > cost
+
+    def goes_on(
+        self, distance: int, paths: Sequence[float], cost: float, present: Sequence[float] = ()
+    ) -> bool:
+        """Whether this step drafts the tokens at a distance: those that are worth it, and sometimes
+        the first ones although they are not; the arguments as of :meth:`is_worth`."""
+        return self.is_worth(distance, paths, cost, present) or distance == 1 and self.due()
 
     def levels(self, most: int, rows: int, cost: float | None, per_level: bool = True) -> int:
         """How many levels pay, by how often draft tokens at each distance were right.
@@ -505,17 +537,15 @@ class DraftExit:
             found = most
         return found or int(self.due())
 
-    def goes_on(self, active: Sequence[bool], cost: float, per_level: bool = True) -> GoesOn:
+    def rule(self, cost: float, per_level: bool = True) -> GoesOn:
         """Decides whether the level after a frontier pays, by its probabilities; the arguments as
-        of :meth:`levels`, but for the rows that are unfinished."""
+        of :meth:`levels`."""
 
         def goes_on(frontier: Frontier) -> bool:
             if frontier.depth and not per_level:
                 return True
-            chances = frontier.log_probs.exp().sum(-1).tolist()
-            paths = [chance * on for chance, on in zip(chances, active)]
-            worth = self.is_worth(frontier.depth + 1, paths, cost)
-            return worth or not frontier.depth and self.due()
+            paths = frontier.log_probs.exp().sum(-1).tolist()
+            return self.goes_on(frontier.depth + 1, paths, cost)
 
         return goes_on
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.core.memory import recall
-from hf_spec.core.rows import FollowsRows, join_rows, select_rows
+from hf_spec.core.rows import FollowsRows, Holds, join_rows, select_rows
 from hf_spec.core.shapes import ProbeGroup, TokenTree, TreeStates
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.draft.draft_cache import TracedDraftCache
 from hf_spec.draft.grow import Calibration, Expands, GoesOn
 from hf_spec.draft.options import AUTO, DraftOptions, fixed_size
 from hf_spec.draft.policy import DraftExit, num_grown
@@ -29,27 +27,6 @@ MODULES = "modules"
 FORWARDS = "forwards"
 #: Makes a static tree from the options and the depth that is drafted.
 MakeTree = Callable[[Any, int], TokenTree]
-
-
-class Holds:
-    """Holds tensors in some of its attributes, which are inputs of recorded and compiled code.
-
-    Attributes:
-        held: names of these attributes: tensors, tuples or dictionaries of them, other parts that
-            hold some, or None.
-    """
-
-    held: ClassVar[Sequence[str]] = ()
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors that it holds, always in the same order."""
-        return tensors_in(self, self.held)
-
-    def using(self, tensors: Iterable[Tensor]) -> Self:
-        """A copy that holds these in place of :meth:`tensors`."""
-        own = copy.copy(self)
-        replace_in(own, self.held, tensors)
-        return own
 
 
 class Predictor(FollowsRows, Holds):
@@ -87,9 +64,9 @@ class Predictor(FollowsRows, Holds):
             has all of them.
         num_predicted: distances that each row has predictions for; a tensor ``(batch,)`` if the
             host does not know.
-        per_row: names of attributes with what :meth:`advance` makes of each sequence from what is
-            there: tensors ``(batch, ...)``, tuples of them, or None. They follow the batch, and a
-            program takes them and gives them anew.
+        held, per_row: names of attributes with tensors that programs take, see :class:`Holds`. In
+            ``per_row`` is what :meth:`advance` makes of each sequence from what is there, ``(batch,
+            ...)``; it follows the batch.
         of_rows: names of all else that follows the batch, see :class:`FollowsRows`.
         cache: a KV cache of its own; None if it has none.
         forwards: forwards that have run while a tree grew.
@@ -117,7 +94,7 @@ class Predictor(FollowsRows, Holds):
     group: ProbeGroup = ProbeGroup.causal(0)
     per_distance: int = 0
     num_predicted: Any = ()
-    per_row: ClassVar[Sequence[str]] = ()
+    held: ClassVar[Sequence[str]] = ("cache",)
     of_rows: ClassVar[Sequence[str]] = ("cache", "num_predicted")
     cache: Any = None
     forwards: int = 0
@@ -203,8 +180,9 @@ class Predictor(FollowsRows, Holds):
         return None
 
     def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
-        """How deep the step's trees grow, at most so deep, and what decides before each level
-        whether they go on; None if nothing does."""
+        """How deep the trees of an eager step grow, at most so deep, and what decides before each
+        level whether they go on, see :func:`ends_early`; None if nothing does, or the host must not
+        read."""
         return depth, None
 
     def num_grown(self, taken: int) -> int:
@@ -214,8 +192,8 @@ class Predictor(FollowsRows, Holds):
     def finish(self) -> None:
         """Discard what a tree that has grown leaves behind."""
 
-    def proposed(self, root: Tensor, kept: Sequence[Tensor]) -> None:
-        """Called with the step's roots, and what :meth:`kept` gave when its trees grew."""
+    def proposed(self, root: Tensor) -> None:
+        """Called with the roots of the step whose trees have grown."""
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
         """Called after each step; the arguments as of :meth:`Drafter.observe`."""
@@ -251,77 +229,16 @@ class Predictor(FollowsRows, Holds):
         return grows
 
     def num_levels(self, state: DecodeState, grows: bool) -> int:
-        """How deep the trees of the next step are."""
+        """How deep the trees of the next step are, where a program grows them."""
         return self.depth
 
     def reserve(self, tree: Tree, levels: int) -> None:
         """Make room for a step with these trees and a tree of so many levels, so that buffers stay
         where they are."""
 
-    def carried(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Hashable]:
-        """What it works with: tensors in fixed memory, others, and a key of all else that matters
-        besides shapes."""
-        cache, of_rows = self.cache, tensors_in(self, self.per_row)
-        if cache is None:
-            return self.tensors(), of_rows, None
-        return [*self.tensors(), *cache.tensors()], [cache.lengths, *of_rows], cache.layout
-
-    def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
-        """A copy that works with these tensors in place of those of :meth:`carried`; ``in_place``:
-        see :meth:`TreeCache.traced_with`."""
-        parts = iter(tensors)
-        own = self.using(parts)
-        if self.cache is not None:
-            held = [next(parts) for _ in self.cache.tensors()]
-            own.cache = TracedDraftCache(self.cache, held, next(parts), in_place)
-        replace_in(own, self.per_row, parts)
-        return own
-
-    @property
-    def num_kept(self) -> int:
-        """Number of tensors that :meth:`kept` gives."""
-        return len(self.kept())
-
-    def kept(self) -> Sequence[Tensor]:
-        """What :meth:`received` gets besides the trees."""
-        return tensors_in(self, self.per_row)
-
     def received(self, found: Sequence[Tensor], result: StepResult) -> None:
-        """Called after the step with the trees and :meth:`kept`, in place of :meth:`advance`."""
-        replace_in(self, self.per_row, found[1:])
+        """Called after the step with what was :meth:`renewed`, in place of :meth:`advance`."""
+        self.take(iter(found))
         if self.cache is not None:
             assert result.host is not None
             self.cache.commit(result.host.counts)
-
-
-def tensors_in(owner: Any, names: Sequence[str]) -> list[Tensor]:
-    """All tensors in attributes of these names, see :attr:`Holds.held`, always in the same
-    order."""
-    return [one for name in names for one in _inside(getattr(owner, name))]
-
-
-def replace_in(owner: Any, names: Sequence[str], tensors: Iterable[Tensor]) -> None:
-    """Put the next tensors in place of :func:`tensors_in`."""
-    rest = iter(tensors)
-    for name in names:
-        setattr(owner, name, _replaced(getattr(owner, name), rest))
-
-
-def _inside(value: Any) -> list[Tensor]:
-    if value is None or isinstance(value, Tensor):
-        return [] if value is None else [value]
-    if isinstance(value, Holds):
-        return value.tensors()
-    parts = value.values() if isinstance(value, Mapping) else value
-    return [one for part in parts for one in _inside(part)]
-
-
-def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
-    if value is None or isinstance(value, Tensor):
-        return None if value is None else next(tensors)
-    if isinstance(value, Holds):
-        return value.using(tensors)
-    if isinstance(value, Mapping):
-        return {name: _replaced(part, tensors) for name, part in value.items()}
-    parts = [_replaced(part, tensors) for part in value]
-    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

@@ -24,23 +24,20 @@ class Grown(NamedTuple):
     Attributes:
         packed: see :meth:`Tree.packed`.
         numbers: the same on the host; None if they are still to be transferred.
-        kept: what a predictor needs to learn from them, see :meth:`Predictor.kept`.
         trust: terms that were added to their log-probabilities, per distance.
         depth: to which static trees were cut; None for whole ones.
     """
 
     packed: Tensor
     numbers: Any = None
-    kept: Sequence[Tensor] = ()
     trust: Sequence[float] = ()
     depth: int | None = None
 
     def of_rows(self, rows: Sequence[int]) -> Grown:
         """Those of some of the batch's rows."""
         numbers = None if self.numbers is None else self.numbers[list(rows)]
-        index = to_device(rows, self.packed.device)
-        kept = [one[index] for one in self.kept]
-        return self._replace(packed=self.packed[index], numbers=numbers, kept=kept)
+        packed = self.packed[to_device(rows, self.packed.device)]
+        return self._replace(packed=packed, numbers=numbers)
 
 
 class Process(Protocol):

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from hf_spec.adapters.config import PrefixKVConfig
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import MAX_DRAFT_TOKENS, MAX_FUTURE, MAX_PREFIX_KV, choice, count, setting
+from hf_spec.core.checks import (
+    MAX_DRAFT_TOKENS,
+    MAX_FUTURE,
+    MAX_PREFIX_KV,
+    choice,
+    count,
+    explained,
+    setting,
+)
 from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.draft.options import CHAIN, DraftOptions
@@ -161,7 +169,8 @@ def top_k_tree(options: BitaOptions, depth: int) -> TokenTree:
         paths += level
         if len(paths) > MAX_DRAFT_TOKENS:  # refused below; deeper levels may not fit in memory
             break
-    return TokenTree.from_paths(paths)
+    with explained(f"tree={options.tree!r} with top_k={options.top_k}", ValueError):
+        return TokenTree.from_paths(paths)
 
 
 class BitaPredictor(ProbePredictor):

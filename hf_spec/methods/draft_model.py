@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from transformers import DynamicCache
 from hf_spec.cache.attention import aligned
 from hf_spec.cache.tree_cache import TreeCache, take_over
 from hf_spec.core.device import to_device
+from hf_spec.core.rows import Holds
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import Frontier, extended
@@ -30,7 +32,7 @@ from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.modeling_patches.shared_kv import shared_kv_sources, takes_shared_kv, with_given_masks
 from hf_spec.modeling_patches.support import check_model
 from hf_spec.modeling_patches.weights import input_features, placement, vocabulary
-from hf_spec.predict.network import GrowOptions, LevelPredictor
+from hf_spec.predict.network import GrowOptions, LevelPredictor, Levels
 from hf_spec.target.compiled import PARTS, CompiledTarget
 from hf_spec.target.hidden_states import Reads, captured, gather_hidden, supported_kwargs
 from hf_spec.target.target import Slots, Target, append
@@ -125,6 +127,21 @@ class Seen(NamedTuple):
     positions: Tensor
 
 
+@dataclass
+class ModelStates(Holds):
+    """What the model has run.
+
+    Attributes:
+        cache: its KV cache.
+        shift: ``(batch, 1)`` from lengths to positions.
+    """
+
+    held = ("cache",)
+    per_row = ("shift",)
+    cache: TreeCache
+    shift: Tensor
+
+
 class SharedKVPredictor(AssistantPredictor):
     """An assistant drafts from the model's keys, values and final states.
 
@@ -134,6 +151,7 @@ class SharedKVPredictor(AssistantPredictor):
 
     reads = Reads("last")
     reads_cache = True
+    held = ("_known",)
     of_rows = ("_hidden",)
 
     def __init__(self, model: Any, options: GrowOptions, assistant: Any):
@@ -142,8 +160,7 @@ class SharedKVPredictor(AssistantPredictor):
         self._attention = TreeAttention(assistant, beside=model)
         with_given_masks(assistant, self._attention.changes)
         self._hidden: Tensor | None = None  # (batch, hidden) the model's, before each root
-        #: In a program: the model's cache, lengths before the step, and shift of positions.
-        self._given: tuple[TreeCache, Tensor, Tensor] | None = None
+        self._known: ModelStates | None = None
         self._seen: Seen | None = None  # while a tree grows
 
     def start(self, state: DecodeState) -> None:
@@ -157,35 +174,31 @@ class SharedKVPredictor(AssistantPredictor):
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         self._hidden = hidden
-        if self._given is not None:
-            cache, lengths, shift = self._given
-            self._seen = self._see(cache, lengths + result.counts, cache.capacity, shift)
+        if self._known is not None and self._known.cache.is_given:  # else the loop commits
+            self._known.cache.lengths = self._known.cache.lengths + result.counts
 
     def reserve(self, tree: Tree, levels: int) -> None:
         self._target.reserve(tree)
+        self._known = ModelStates(self._target.cache, self._target.position_shift)
 
-    def carried(self) -> tuple[list[Tensor], list[Tensor], Hashable]:
-        target = self._target
-        changing = [target.cache.lengths, target.position_shift]
-        return target.cache.tensors(), changing, (self._kind, target.cache.layout)
-
-    def traced(self, tensors: Sequence[Tensor], in_place: bool) -> Self:
-        *held, lengths, shift = tensors
-        own, root = copy.copy(self), Tree.roots(lengths)
-        cache = self._target.cache.traced_with(held, lengths, lengths[:, None], root, in_place)
-        own._given = cache, lengths, shift
-        return own
+    @property
+    def layout(self) -> Hashable:
+        return self._kind, super().layout
 
     def catch_up(self, state: DecodeState) -> None:
-        cache = state.cache
-        keys = aligned(cache.max_length)
-        self._seen = self._see(cache, cache.lengths, keys, state.target.position_shift)
+        self._known = ModelStates(state.cache, state.target.position_shift)
 
-    def _see(self, cache: TreeCache, lengths: Tensor, keys: int, shift: Tensor) -> Seen:
-        """The tokens before the roots, ``lengths`` (batch,) of a cache, in so many slots of layers
-        without a window; ``shift``: (batch, 1) of their positions."""
+    def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Levels:
+        assert self._known is not None
+        self._seen = self._see(self._known)
+        return super().levels(root, depth, width, noise)
+
+    def _see(self, known: ModelStates) -> Seen:
+        """The tokens before the roots."""
         device, dtype = placement(self.assistant)
-        lengths, seen = lengths.to(device), {}
+        cache, shift = known.cache, known.shift
+        keys = cache.capacity if cache.is_given else aligned(cache.max_length)
+        lengths, seen = cache.lengths.to(device), {}
         states, none = {}, torch.zeros(len(lengths), 1, 0, dtype=torch.bool, device=device)
         for kind, source in self._sources.items():
             layer = cache.layers[source.layer]
@@ -244,7 +257,7 @@ class SharedKVPredictor(AssistantPredictor):
         take_over(cache, source, more=0)
         own = copy.copy(self)
         own._hidden, none = states[0][:, -1], torch.zeros_like(known[:, :1])
-        own._seen = own._see(cache, cache.lengths, aligned(cache.max_length), none)
+        own._seen = own._see(ModelStates(cache, none))
         return own.chain_after(input_ids[:, -1:])
 
 

@@ -420,26 +420,26 @@ class Stage:
         cost = state.draft_cost
         # While it is unknown, drafting ends where tokens are no longer likely to be accepted.
         self.cost = predictor.exit.gamma * sum(state.active) if cost is None else cost
-        self._lookups = [_Followed(row) for row in state.looked_up]
+        rows = zip(state.looked_up, state.active)
+        self._lookups = [_Followed(row) for row, active in rows if active]
         self._tokens = state.root[:, None]
 
     def goes_on(self, frontier: Frontier) -> bool:
         """Whether the next token pays."""
-        exit, state, depth = self.predictor.exit, self.state, frontier.depth
-        paths: list[float] = [1.0] * len(state.active)
-        if depth:  # one transfer; float32 represents tokens, which are below 2 ** 24, exactly
+        paths: list[float] = [1.0] * len(frontier.tokens)
+        if frontier.depth:
+            # One transfer; float32 represents tokens, which are below 2 ** 24, exactly.
             parts = frontier.tokens[:, 0].to(frontier.log_probs), frontier.log_probs[:, 0].exp()
             numbers, paths = torch.stack(parts).tolist()
             for lookup, token in zip(self._lookups, numbers):
                 lookup.follow(int(token))
-            self._tokens = torch.cat([self._tokens, frontier.tokens], dim=1)
-        paths = [path * on for path, on in zip(paths, state.active)]
         present = [lookup.probability for lookup in self._lookups]
-        worth = exit.is_worth(depth + 1, paths, self.cost, present)
-        return worth or not depth and exit.due()
+        return self.predictor.exit.goes_on(frontier.depth + 1, paths, self.cost, present)
 
     def expand(self, frontier: Frontier) -> Children:
         state = self.state
+        if frontier.depth:
+            self._tokens = torch.cat([self._tokens, frontier.tokens], dim=1)
         logits, scores = self.predictor.run(state, self._tokens, state.active)
         logits, scores = self._as_sampled(logits, scores, frontier.depth)
         tops = scores.topk(min(RANKS, scores.shape[1]))

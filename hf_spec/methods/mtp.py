@@ -21,7 +21,7 @@ from hf_spec.adapters.checkpoint import Origin, complaints, opened, shards
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core.checks import MAX_BLOCKS, count, explained, first_line, setting
+from hf_spec.core.checks import ANOTHER, MAX_BLOCKS, count, explained, first_line, setting
 from hf_spec.core.memory import memory
 from hf_spec.core.tree import Tree
 from hf_spec.draft.draft_cache import DraftCache, Rows
@@ -175,7 +175,7 @@ def _check_that_they_run(model: Any, layers: MtpLayers) -> None:
         block = type(layers.layers[0].mtp_block).__name__
         raise ValueError(
             f"{type(model).__name__}: {block} does not run as a layer for multi-token prediction: "
-            f"a trial raised {type(error).__name__}: {first_line(error)} Choose another strategy."
+            f"a trial raised {type(error).__name__}: {first_line(error)} {ANOTHER}"
         ) from error
 
 
@@ -187,7 +187,7 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
         named = f" under names that are known, but {min(files)!r}" if files else ""
         raise ValueError(
             f"assistant_strategy='mtp': the checkpoint of {name}, {place!r}, has no layers for "
-            f"multi-token prediction{named}. Choose another strategy."
+            f"multi-token prediction{named}. {ANOTHER}"
         )
     scales = {one + SCALES for one in files}
     plain = {one: path for one, path in files.items() if one not in scales}
@@ -219,7 +219,7 @@ def _read(model: Any, device: torch.device, dtype: torch.dtype) -> MtpLayers:
     if left:
         raise ValueError(
             f"{name}: the buffer {left[0]!r} of its decoder layers is made when they are built, "
-            "which is not known here. Choose another strategy."
+            f"which is not known here. {ANOTHER}"
         )
     layers.place(device)
     return layers.requires_grad_(False).eval()
@@ -304,7 +304,7 @@ def _files(model: Any, below: int) -> tuple[str, Mapping[str, Path]]:
         raise ValueError(
             f"assistant_strategy='mtp': {place!r} has neither {INDEX} nor {SINGLE}: layers for "
             "multi-token prediction are read from safetensors only, never from a pickle, which "
-            "can run code. Choose another strategy."
+            f"can run code. {ANOTHER}"
         )
     if found.name == SINGLE:
         with opened(found) as file:

@@ -20,7 +20,7 @@ from hf_spec.core.device import is_async, to_device
 from hf_spec.core.memory import locked, recall
 from hf_spec.core.pruning import connected
 from hf_spec.core.tree import Tree
-from hf_spec.core.verify import HostResult
+from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.grow import Array, Children, Frontier
 from hf_spec.draft.options import TREE_OPTIONS, DraftOptions, refuse
@@ -226,8 +226,9 @@ class OnlinePredictor(HeadPredictor):
 
     weighs = False
     held = (*HeadPredictor.held, "_chances")
+    of_rows = (*HeadPredictor.of_rows, "_made")
     #: Of the trees that have grown last, and of this step's with their root: see :meth:`learn`.
-    _made: Sequence[Any] = ()
+    _made: tuple[Any, ...] = ()
     _predicted: Sequence[Any] = ()
 
     def __init__(self, model: Any, options: Any, adapter: Adapter):
@@ -241,20 +242,24 @@ class OnlinePredictor(HeadPredictor):
     def static_states(self, adapter: Adapter) -> None:
         return None
 
-    @property
-    def num_kept(self) -> int:
-        return 1 if self.markov_head is None else 3
-
-    def kept(self) -> Sequence[Tensor]:
+    def renewed(self) -> Sequence[Tensor]:
         return self._made
+
+    def received(self, found: Sequence[Tensor], result: StepResult) -> None:
+        super().received(found, result)
+        self._made = tuple(found)
+
+    def complete(self, state: DecodeState) -> None:
+        self._made = ()  # new trees will grow
 
     def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None = None) -> Any:
         made = super().levels(root, depth, max(width, self.hits.ranks))
-        self._made = (made.tokens, made.log_probs, made.states)[: self.num_kept]
+        found = made.tokens, made.log_probs, made.states
+        self._made = found[:1] if self.markov_head is None else found
         return Ranked(made, self._chances)
 
-    def proposed(self, root: Tensor, kept: Sequence[Tensor]) -> None:
-        self._predicted = root, *kept
+    def proposed(self, root: Tensor) -> None:
+        self._predicted = root, *self._made
 
     @locked
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
@@ -437,15 +442,22 @@ def make_drafter(model: Any, options: ProPDOptions, adapter: Adapter) -> Drafter
         drafter = method.make_drafter(model, method.parse_options(options.drafter_kwargs))
     if options.prune:
         layer, top_k = adapter.config.prune_layer, adapter.config.prune_top_k
-        _check_prunable(drafter, layer)
+        _check_prunable(drafter, options.drafter, layer)
         weights = adapter.tensors()
         drafter.pruning = EarlyPruning(model, weights, layer, options.prune_top_k or top_k)
     return drafter
 
 
-def _check_prunable(drafter: Drafter, layer: int) -> None:
-    """Raise a ValueError if prompt tokens leave the model before draft tokens are pruned, or layers
-    have recurrent states, which are computed of all nodes."""
+def _check_prunable(drafter: Drafter, name: str, layer: int) -> None:
+    """Raise a ValueError if prompt tokens leave the model before draft tokens are pruned, the
+    drafter reads layers that pruned ones do not reach, or layers have recurrent states, which are
+    computed of all nodes; ``name``: the option ``drafter``."""
+    if drafter.reads.layers:
+        raise ValueError(
+            f"drafter={name!r} with prune=True: it reads the states of layers "
+            f"{list(drafter.reads.layers)}, which the draft tokens that are pruned do not reach. "
+            "Leave prune=True out, or name another drafter."
+        )
     if recurrent_rules(drafter.model):
         raise ValueError(
             f"prune=True: {type(drafter.model).__name__} has recurrent layers, which run on all "

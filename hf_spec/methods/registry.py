@@ -24,7 +24,7 @@ from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import find_active, require_active
 from hf_spec.adapters.tuner import Fit, Objective, path_of, register_type
-from hf_spec.core.checks import check_choice, check_names
+from hf_spec.core.checks import check_choice, check_names, explained
 from hf_spec.core.shapes import TokenTree
 from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.options import ADAPTIVE, AUTO, DraftOptions, with_place
@@ -156,7 +156,8 @@ class Method:
         tree, trees = options.tree, self.declares.trees
         ranked = any(trees.values())  # else trees grow by probabilities only
         if ranked and isinstance(tree, Sequence) and not isinstance(tree, str) and tree:
-            TokenTree.from_paths(tree)
+            with explained("tree", ValueError):
+                TokenTree.from_paths(tree)
         else:
             check_choice("tree", tree, (ADAPTIVE, *trees), ", or give rank paths" * ranked)
         return options

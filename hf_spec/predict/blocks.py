@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from hf_spec.adapters.config import ObjectiveConfig, facts_of
 from hf_spec.adapters.layer import Adapter
 from hf_spec.core.checks import (
+    ANOTHER,
     MAX_FUTURE,
     MAX_RANK,
     MAX_SHAPE,
@@ -197,7 +198,7 @@ class BlockConfig(ObjectiveConfig, DecoderConfig):
             raise ValueError(
                 f"{type(model).__name__} has input embeddings of {width}, states of {hidden} and "
                 f"output embeddings of {out} features: a block drafter takes all three, and needs "
-                "them to be of one size. Choose another strategy."
+                f"them to be of one size. {ANOTHER}"
             )
         if self.hidden_size != hidden:
             raise ValueError(

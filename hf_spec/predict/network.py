@@ -88,7 +88,7 @@ class LevelPredictor(Predictor):
             return depth, None
         if is_async(state.root.device):
             return self.exit.levels(depth, sum(state.active), cost, self.forward_per_level), None
-        return depth, self.exit.goes_on(state.active, cost, self.forward_per_level)
+        return depth, self.exit.rule(cost, self.forward_per_level)
 
     def num_levels(self, state: DecodeState, grows: bool) -> int:
         levels = 0

@@ -9,7 +9,6 @@ section 3.1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -21,12 +20,14 @@ from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import find_active
 from hf_spec.core.device import is_async, to_device
 from hf_spec.core.memory import locked, recall
+from hf_spec.core.rows import Holds
 from hf_spec.core.shapes import TreeStates
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import Children, Expands, Frontier, GoesOn
 from hf_spec.draft.options import ADAPTIVE, CHAIN
-from hf_spec.draft.predictor import Holds, Predictor
+from hf_spec.draft.policy import is_likely
+from hf_spec.draft.predictor import Predictor
 from hf_spec.draft.state import DecodeState
 from hf_spec.modeling_patches.weights import made_anew, vocabulary
 from hf_spec.predict.table import chain_tree, static_tree
@@ -50,8 +51,6 @@ MAX_NODES = 1 << 20
 LEAST = torch.finfo(torch.float16).min
 #: Tokens of a text that are entered at once, and nodes of a batch.
 AT_ONCE = PAIRED = 256
-#: Where the host may read, a tree ends at a level whose paths are all less likely.
-UNLIKELY = math.log(0.01)
 #: The mean of Gumbel noise, for all tokens that an entry does not name.
 MEAN_NOISE = 0.5772
 
@@ -232,7 +231,7 @@ class RecyclingPredictor(Predictor):
     unused = ("recycle",)
     trees = {CHAIN: chain_tree}
     runs = ""
-    held = ("table",)
+    held = (*Predictor.held, "table")
     per_row = ("_before",)
 
     def __init__(self, model: Any, options: Any):
@@ -315,7 +314,7 @@ class RecyclingPredictor(Predictor):
         self._before = text.gather(1, last)
 
     def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
-        return depth, None if is_async(state.root.device) else _goes_on
+        return depth, None if is_async(state.root.device) else is_likely
 
     def release(self) -> list[Tensor]:
         if self._spare is not None and self.table is not None:
@@ -435,11 +434,6 @@ class Joined:
         both = own * share + (same * chances[..., None, :]).sum(-1) * (1 - share)
         alone = chances.masked_fill(same.any(-2), 0.0) * (1 - share)
         return Children(torch.cat([tokens, more], -1), torch.cat([both, alone], -1).log())
-
-
-def _goes_on(frontier: Frontier) -> bool:
-    """Whether a path down to this level is likely enough to be drafted further."""
-    return bool(frontier.log_probs.max() > UNLIKELY)
 
 
 def largest_prime(most: int) -> int:

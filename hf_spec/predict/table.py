@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -236,7 +236,7 @@ class TablePredictor(Predictor):
     """
 
     trees = {CHAIN: chain_tree}
-    held: ClassVar[Sequence[str]] = ("markov_head", "vocabulary")
+    held = (*Predictor.held, "markov_head", "vocabulary")
     of_rows = (*Predictor.of_rows, "hidden")
     make_predictions: Callable[..., Predictions] = Predictions
 

@@ -158,29 +158,30 @@ class _Step:
         changing = tree, [*self.named.values()], rule, drafting
         tree, variables, rule, drafting = ([x.contiguous() for x in part] for part in changing)
         return _Inputs(
-            before, cache.tensors(), [cache.lengths.contiguous()], tree, variables,
+            before, cache.tensors(), cache.changing(), tree, variables,
             [] if first is None else [first], rule, drafting,
         )  # fmt: skip
 
     def _function(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         rest = iter(tensors)
         given = _Inputs(*([*islice(rest, size)] for size in self.sizes))
-        target, (lengths,) = self.target, given.lengths
+        target = self.target
         rows = Tree.of_tensors(given.tree, self.padded.group)
-        nodes = torch.arange(self.width, device=lengths.device)
+        nodes = torch.arange(self.width, device=target.cache.lengths.device)
         for first in given.first:
             nodes = nodes + first
-        slots = lengths[:, None] + nodes
-        traced = target.cache.traced_with(given.cache, lengths, slots, rows, self.moves)
-        own = target.traced_with(traced, dict(zip(self.named, given.variables)))
+        cache = target.cache.using(iter(given.cache), iter(given.lengths))
+        assert target.cache.block is not None
+        cache.begin_given(rows, nodes, target.cache.block.front)
+        own = target.traced_with(cache, dict(zip(self.named, given.variables)))
         block = Block.of(rows, nodes if self.first else slice(None))
         output = own.forward(block, target.cache.capacity, self.changes)
         found = [output.logits] + ([] if output.hidden is None else [output.hidden])
-        kept = [] if traced.recurrent is None else traced.recurrent.kept_tensors()
-        return (*found, *self._ending(rows, output, given, traced), *kept)
+        kept = [] if cache.recurrent is None else cache.recurrent.kept_tensors()
+        return (*found, *self._ending(rows, output, given, cache), *kept)
 
     def _ending(
-        self, rows: Tree, output: Output, given: _Inputs, traced: TreeCache
+        self, rows: Tree, output: Output, given: _Inputs, cache: TreeCache
     ) -> tuple[Tensor, ...]:
         """The packed result, and what was drafted."""
         verify, after = self.verify, self.after
@@ -188,7 +189,7 @@ class _Step:
             return ()
         result = verify.function(rows, output.logits, given.rule)
         if self.moves and result.path.shape[1] > 1:  # else the root, which is in place
-            traced.states.move(traced.lengths, result.path)
+            cache.states.move(cache.lengths, result.path)
         if after is None:
             return (result.packed(),)
         noise = verify.noise and verify.noise(given.rule, result, after.depth)
@@ -240,7 +241,8 @@ class _Step:
             if not self.moves and result.path.shape[1] > 1:
                 cache.states.move(cache.lengths, result.path)
             if self.after is not None:
-                drafted, rest = rest[: self.after.num_results], rest[self.after.num_results :]
+                behind = len(rest) - (0 if cache.recurrent is None else cache.recurrent.num_kept)
+                drafted, rest = rest[:behind], rest[behind:]
         if rest and cache.recurrent is not None:
             cache.recurrent.set_kept(rest)
         return Output(self.tree, logits, hidden, result, drafted)

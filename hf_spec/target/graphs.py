@@ -679,7 +679,6 @@ class DraftProgram(NamedTuple):
             :class:`hf_spec.core.verify.VerifyProgram`), returns the packed trees
             (:meth:`Tree.packed`), and what the drafter gets besides.
         depth: depth of the trees.
-        num_results: number of tensors that it returns.
         reads_cache: whether it reads the model's KV cache, where accepted nodes must be in their
             places.
     """
@@ -689,7 +688,6 @@ class DraftProgram(NamedTuple):
     inputs: Sequence[Tensor]
     function: Callable[[Sequence[Tensor], StepResult, Read, Tensor | None], tuple[Tensor, ...]]
     depth: int
-    num_results: int = 1
     reads_cache: bool = False
 
     def run(

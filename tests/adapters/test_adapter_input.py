@@ -454,9 +454,7 @@ def test_an_adapter_that_is_not_active(good, base_path):
     base.load_adapter(str(good), adapter_name="mine")
     assert require_active(base, "SAMPLE", "sample").name == "mine"
     base.disable_adapters()
-    remedy = (
-        r"'mine' with enable_adapters\(\) or set_adapter.*, or leave the `disable_adapter` block"
-    )
+    remedy = r"activate 'mine': call enable_adapters\(\), or leave the `disable_adapter` block\."
     with pytest.raises(ValueError, match=remedy):
         require_active(base, "SAMPLE", "sample")
 

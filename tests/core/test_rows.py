@@ -1,11 +1,11 @@
-"""What follows the rows of a batch, by one description."""
+"""What follows the rows of a batch, and what code takes and gives, by names of attributes."""
 
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from hf_spec.core.rows import FollowsRows, follows
+from hf_spec.core.rows import FollowsRows, Holds, follows
 
 
 class Pair(NamedTuple):
@@ -67,3 +67,42 @@ def test_parts_that_select_by_their_own_code_join_by_it() -> None:
     joins = type("Joins", (Inner,), {"join": join})
     parts = [Inner(""), selects(""), both(""), type("Below", (both,), {})(""), joins("")]
     assert [follows(part) for part in parts] == [True, False, True, True, True]
+
+
+class Table(Holds):
+    held = ("weight",)
+    per_row = ("last",)
+    layout = "by row"
+
+    def __init__(self, first: int):
+        self.weight, self.last = torch.tensor([first]), torch.tensor([first + 1])
+
+
+class Code(Holds):
+    held = ("tables", "by_name", "nothing")
+    per_row = ("pair", "none")
+
+    def __init__(self) -> None:
+        self.tables, self.by_name = (Table(0), Table(2)), {"own": torch.tensor([4])}
+        self.pair = Pair(torch.tensor([5]), torch.tensor([6]))  # type: ignore[arg-type]
+        self.nothing, self.none = None, None
+        self.other = "untouched"
+
+
+def numbers(tensors: Any) -> list[int]:
+    return [int(one) for one in tensors]
+
+
+def test_code_takes_the_tensors_of_a_part_and_gives_some_anew() -> None:
+    code = Code()
+    fixed, changing = code.tensors(), code.changing()
+    assert numbers(fixed) == [0, 2, 4] and numbers(changing) == [1, 3, 5, 6]
+    assert code.layout == ("by row", "by row") and numbers(code.renewed()) == [5, 6]
+    copied = code.using(iter(10 + one for one in fixed), iter(10 + one for one in changing))
+    assert numbers(copied.tensors()) == [10, 12, 14]
+    assert numbers(copied.changing()) == [11, 13, 15, 16]
+    assert isinstance(copied.pair, Pair) and copied.other == "untouched"
+    assert numbers([table.last for table in copied.tables]) == [11, 13]
+    assert all(map(torch.Tensor.is_set_to, code.tensors() + code.changing(), fixed + changing))
+    code.take(iter(copied.renewed()))
+    assert numbers(code.tensors()) == [0, 2, 4] and numbers(code.changing()) == [1, 3, 15, 16]

@@ -39,7 +39,7 @@ def states(*given: Any) -> TreeStates:
             ([[0], [0, 1], [0]], r"path \[0\] is given twice"),
             ([[0], [1, 0]], r"path \[1, 0\]: its parent \[1\] is missing. Add it"),
             ([[0, 0, 0], [0]], r"path \[0, 0, 0\]: its parent \[0, 0\] is missing"),
-            ([[rank] for rank in range(20_000)], "a tree with more than 1024 draft tokens"),
+            ([[rank] for rank in range(20_000)], "more than 1024 draft tokens: leave some out"),
             ([5], "path 5: give a list of ranks"),
             (["01"], "path '01': give a list of ranks"),
             ([[None]], "ranks are whole numbers, None is not"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import check_same
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import hf_spec
@@ -67,6 +67,40 @@ def test_the_active_adapter_with_the_options_beside_it(fresh, tmp_path):
     assert choose(model).options == {}
     model.disable_adapters()
     assert taken(model).strategy == "token_recycling"
+
+
+def test_an_adapter_that_does_not_draft_is_said_to_be_attached(fresh):
+    """Transformers' ``active_adapters()`` names disabled ones, too."""
+    model = fresh("llama")
+    model.add_adapter(hf_spec.MedusaConfig(num_heads=2), "heads")
+    model.disable_adapters()
+    assert model.active_adapters() == ["heads"] and taken(model).strategy == "token_recycling"
+    none = "it needs no adapter, and none is active; to activate 'heads', call "
+    enable = "enable_adapters(), or leave the `disable_adapter` block"
+    assert choose(model).reason == none + enable
+    model.enable_adapters()
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]), "tuned")
+    assert model.active_adapters() == ["tuned"] and taken(model).strategy == "token_recycling"
+    assert choose(model).reason == none + "set_adapter(['tuned', 'heads'])"
+    model.disable_adapters()
+    assert choose(model).reason == none + enable + ", and call set_adapter('heads')"
+    model.enable_adapters()
+    model.set_adapter(["tuned", "heads"])
+    assert choose(model).strategy == "medusa"
+
+
+@pytest.mark.parametrize("deleted", ["one", "two"])
+def test_an_adapter_is_not_activated_as_one_of_another_type_is_deleted(fresh, deleted):
+    """As ``active_adapters()`` says, which looks at one type alone."""
+    model = fresh("llama")
+    model.add_adapter(hf_spec.MedusaConfig(num_heads=2), "one")
+    model.add_adapter(hf_spec.BitaConfig(), "two")
+    model.set_adapter(deleted)
+    model.delete_adapter(deleted)
+    assert model.active_adapters() == [] and choose(model).strategy == "token_recycling"
+    (left,) = {"one", "two"} - {deleted}
+    model.set_adapter(left)
+    assert choose(model).strategy == {"one": "medusa", "two": "bita"}[left]
 
 
 def test_adapters_of_two_strategies_are_refused(fresh):

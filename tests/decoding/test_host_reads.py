@@ -18,9 +18,13 @@ from running import as_if, family
 from test_compiled import CAPTURED, adapt, generate
 
 from hf_spec.draft.policy import StepPolicy
+from hf_spec.methods.registry import methods
+from hf_spec.predict.network import LevelPredictor
 
 #: What brings numbers to the host.
 READS = ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+#: Methods that run a forward for each level of a tree.
+BY_LEVELS = [name for name, one in methods().items() if issubclass(one.declares, LevelPredictor)]
 
 
 @contextmanager
@@ -100,9 +104,7 @@ def test_one_read_per_step(
 
 @pytest.mark.parametrize(
     ("name", "cost"),
-    covering(
-        product(["eagle3", "mtp", "draft_model"], [0.0, 0.8, 2.0]), lambda name, cost: [name, cost]
-    ),
+    covering(product(BY_LEVELS, [0.0, 0.8, 2.0]), lambda name, cost: [name, cost]),
 )
 def test_levels_are_chosen_without_reads(
     shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, cost: float

@@ -11,6 +11,7 @@ from test_compiled import CAPTURED, adapt, compiled, generate, strategy
 from transformers import AutoModelForCausalLM
 
 from hf_spec.adapters.loading import find_active
+from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches.weights import device_of, loaded, placement
 
 accelerate = pytest.importorskip("accelerate")
@@ -56,7 +57,7 @@ def test_every_strategy(shallow: Tiny, tmp_path: Path, name: str, offload: Any) 
     assert offloaded_parts(model) == gone, "what was loaded is dropped again"
 
 
-@pytest.mark.parametrize("name", ["ppd", "medusa", "space", "bita"])
+@pytest.mark.parametrize("name", [name for name, one in methods().items() if one.needs_adapter])
 def test_an_adapter_on_an_offloaded_model(shallow: Tiny, tmp_path: Path, name: str) -> None:
     """New ones start from its weights; loaded ones are not offloaded."""
     shallow(layers=2).save_pretrained(tmp_path / "model")

@@ -16,7 +16,8 @@ from torch import Tensor
 import hf_spec
 from hf_spec.adapters.config import MARKOV_HEAD
 from hf_spec.core.tree import Tree
-from hf_spec.draft.grow import grow
+from hf_spec.draft.grow import Frontier, grow
+from hf_spec.draft.policy import DraftExit, ends_early, is_likely
 from hf_spec.methods.registry import methods
 from hf_spec.predict import table
 from hf_spec.predict.heads import head_states
@@ -215,3 +216,15 @@ def test_drafts_are_the_likeliest_of_the_hidden_state(
             **drafting("medusa", num_draft_tokens=6),
         )  # fmt: skip
     assert checked.count(6) > 10
+
+
+@pytest.mark.parametrize("name", ["exit", "likely"])
+def test_finished_rows_have_no_say_in_how_deep_trees_grow(name: str) -> None:
+    chances = torch.tensor([[0.9, 0.1], [1e-4, 1e-5], [0.5, 1e-3]])
+    nodes = torch.zeros(3, 2, dtype=torch.long)
+    frontier = Frontier(1, nodes, chances.log(), nodes, nodes)
+    rule = is_likely if name == "likely" else DraftExit(3).rule(cost=0.1)
+    for active, expected in (
+        ([True, True, True], True), ([False, True, False], False), ([False, True, True], True),
+    ):  # fmt: skip
+        assert ends_early(active, rule)(frontier) is expected

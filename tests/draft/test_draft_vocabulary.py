@@ -13,13 +13,19 @@ from running import drafting
 from safetensors.torch import save_file
 
 import hf_spec
-from hf_spec.adapters.config import VOCABULARY
+from hf_spec.adapters.config import VOCABULARY, PredictingConfig
 from hf_spec.adapters.loading import find_active
-from hf_spec.methods.registry import get_method
+from hf_spec.methods.registry import get_method, methods
 from hf_spec.predict.markov import DraftVocabulary, common_tokens
 from hf_spec.predict.table import Predictions
 from hf_spec.target.hidden_states import model_logits, output_logits
 
+#: Methods that predict all distances at once by the model's output embeddings.
+PREDICTING = [
+    name
+    for name, one in methods().items()
+    if issubclass(one.adapter_config or object, PredictingConfig)
+]
 #: Not the first ones, and none behind another.
 TOKENS = torch.tensor([3, 4, 9, 20, 33, 34, 58])
 
@@ -67,7 +73,7 @@ def test_rows_of_inference_mode_are_trained_with(fresh: Tiny) -> None:
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("name", ["bita", "space", "ppd", "medusa", "propd"])
+@pytest.mark.parametrize("name", PREDICTING)
 def test_only_these_are_drafted(
     fresh: Tiny, monkeypatch: pytest.MonkeyPatch, name: str, do_sample: bool
 ) -> None:

@@ -33,6 +33,13 @@ from hf_spec.tools.hub.folder import (
     save_spec_config,
 )
 
+#: Adapters of the demo that are in the package, or stand beside the tests.
+DEMO = sorted(
+    folder.parent for root in (
+        Path(hf_spec.__file__).parent / "tools" / "demo" / "adapters",
+        Path(__file__).parents[1] / "fixtures" / "demo_adapters",
+    ) for folder in root.glob("*/README.md")
+)  # fmt: skip
 OPTIONS = {"draft_exit": "fixed", "num_draft_tokens": 3, "drafting": "always"}
 
 
@@ -451,11 +458,8 @@ def test_push_renews_the_card_of_a_folder_that_was_renamed(adapter, checkpoint, 
     assert "base_model: org/base\n" in found and "license: mit\n" in found
 
 
-@pytest.mark.parametrize("name", ["bita", "medusa", "ppd", "propd", "space"])
-def test_push_renews_the_cards_of_the_demo(hub, name):
-    shipped = Path(hf_spec.__file__).parent / "tools" / "demo" / "adapters" / name
-    others = Path(__file__).parents[1] / "fixtures" / "demo_adapters" / name
-    folder = shipped if shipped.is_dir() else others
+@pytest.mark.parametrize("folder", DEMO, ids=[folder.name for folder in DEMO])
+def test_push_renews_the_cards_of_the_demo(hub, folder):
     assert (folder / "README.md").read_text() == render_card(folder)
     assert pushed_card(folder, hub) == render_card(folder, "org/skip", "org/base")
 

@@ -20,7 +20,9 @@ from transformers.generation import candidate_generator
 import hf_spec
 from hf_spec.adapters.checkpoint import WEIGHTS
 from hf_spec.adapters.loading import find_active
+from hf_spec.predict.block_heads import HEADS
 from hf_spec.tools import cli
+from hf_spec.tools.formats import blocks
 from hf_spec.tools.hub.transfer import import_adapter, importable, recognized
 
 OURS = Path(__file__).parents[1] / "fixtures" / "drafters" / "block_diffusion"
@@ -390,6 +392,21 @@ def test_what_formats_do_not_know(tmp_path, given, form, message):
     with pytest.raises(ValueError, match=message):
         exported(tmp_path, base_model(), form)
     assert not (tmp_path / "exported").exists()
+
+
+def test_a_head_that_no_format_knows_is_not_exported_as_another(tmp_path, monkeypatch):
+    """A new head has no row of ``KINDS`` before somebody writes one."""
+    monkeypatch.delitem(blocks.KINDS, "domino")
+    model = copy.deepcopy(base_model())
+    model.add_adapter(hf_spec.DFlashConfig(num_layers=1, markov_head="domino", markov_rank=4))
+    model.save_pretrained(tmp_path / "adapter")
+    for form in ("speculators", "sglang"):
+        with pytest.raises(ValueError) as error:
+            exported(tmp_path, base_model(), form)
+        assert not (tmp_path / "exported").exists()
+        what, known = str(error.value).split("has one of ")
+        assert what.startswith("markov_head='domino': other programs do not know such drafters.")
+        assert {*known.removesuffix(", or markov_rank=0.").split(", ")} == {*HEADS} - {"domino"}
 
 
 @pytest.mark.parametrize("single", [True, False])

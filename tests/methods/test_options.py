@@ -1,7 +1,7 @@
 """Options of all strategies: what is refused, and what is chosen where they leave it open."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -9,9 +9,11 @@ import pytest
 import hf_spec
 from hf_spec.core.shapes import TokenTree
 from hf_spec.decoding.strategy import resolve
+from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.options import DraftOptions, changed, key_of
+from hf_spec.draft.predictor import Predictor
 from hf_spec.methods.registry import get_method, methods
-from hf_spec.predict.table import drafted_depth, static_tree
+from hf_spec.predict.table import chain_tree, drafted_depth, static_tree
 from hf_spec.tools.bench.contenders import contenders, parse_names
 
 #: Options that methods have no use for.
@@ -36,7 +38,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
       for strategy, names in UNUSED.items() for name in names.split()),
     # tree
     ("medusa", {"tree": "round"}, "tree='round': choose one of adaptive, sparse, chain, or give"),
-    ("medusa", {"tree": [[0, 0]]}, "parent .* missing"),
+    ("medusa", {"tree": [[0, 0]]}, r"^tree: path \[0, 0\]: its parent \[0\] is missing. Add it"),
+    ("bita", {"tree": [[0], [0]]}, r"^tree: path \[0\] is given twice"),
+    ("ppd", {"tree": [[0], ["a"]]}, r"^tree: path \['a'\]: ranks are whole numbers, 'a' is not"),
+    ("token_recycling", {"tree": [[-1]]}, r"^tree: path \[-1\]: ranks count from 0"),
+    ("space", {"tree": [[rank] for rank in range(1025)]}, "^tree: more than 1024 draft tokens: l"),
     ("propd", {"tree": "round"}, "choose one of adaptive, sparse, chain, online, or give"),
     ("bita", {"tree": "round"}, "one of adaptive, efficient, full, chain, straightforward, or"),
     ("ppd", {"tree": "full"}, "tree='full': choose one of adaptive, static, chain, dynamic, or"),
@@ -134,6 +140,28 @@ def test_static_trees(
     assert tree_of(strategy, depth, **options).paths == paths
 
 
+@pytest.mark.parametrize("tree", ["chain", [[0], [1]]])
+def test_a_predictor_that_names_static_trees_has_them(tree: Any) -> None:
+    """Else they would grow by probabilities without a word."""
+
+    class Names(Predictor):
+        trees = {"chain": chain_tree, "own": None}
+        depth = 2
+
+    def drafter(tree: Any) -> Drafter:
+        options, model = DraftOptions(tree=tree), cast(Any, None)
+        return Drafter(model, options, Names(model, options))
+
+    with pytest.raises(ValueError) as error:
+        drafter(tree)
+    assert str(error.value) == (
+        f"tree={tree!r}: Names names such trees in `trees`, but its `static` is None, so that they "
+        "would grow by probabilities. Give tree='adaptive', or define `static` there."
+    )
+    for other in ("adaptive", "own"):
+        assert drafter(other).predictor is not None
+
+
 def tree_of(strategy: str, distances: int, **given: Any) -> TokenTree:
     method = get_method(strategy)
     options = method.parse_options(given)
@@ -148,7 +176,7 @@ def test_the_papers_trees() -> None:
     assert tree_of("bita", 3, tree="full", top_k=2).num_draft_tokens == 2 + 4 + 8
     sparse = tree_of("medusa", 4, tree="sparse")
     assert sparse.max_depth == 4 and sparse.num_draft_tokens == 15
-    with pytest.raises(ValueError, match="a tree with more than 1024 draft tokens"):
+    with pytest.raises(ValueError, match="^tree='full' with top_k=1000: more than 1024"):
         tree_of("bita", 8, tree="full", top_k=1000)  # it would have 10**24: it is never made
 
 

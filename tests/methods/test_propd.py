@@ -17,9 +17,21 @@ from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.shapes import TokenTree
 from hf_spec.core.tree import Tree
+from hf_spec.draft.predictor import FORWARDS
 from hf_spec.methods.propd import EarlyPruning, early_states
-from hf_spec.methods.registry import get_method
+from hf_spec.methods.registry import get_method, methods
+from hf_spec.predict.decoder import DecoderConfig
 from hf_spec.predict.losses import heads_loss
+
+#: Strategies with one forward per step, and those of them whose trees it can prune.
+ONE_FORWARD = [
+    name for name, one in methods().items()
+    if one.drafter.drafts and one.declares.runs != FORWARDS and one.wraps is None
+]  # fmt: skip
+PRUNED = [
+    name for name in ONE_FORWARD
+    if not issubclass(get_method(name).adapter_config or object, DecoderConfig)
+]  # fmt: skip
 
 
 def propd(**kwargs: Any) -> dict[str, Any]:
@@ -136,7 +148,19 @@ def test_probabilities_are_those_of_the_model_s_own_logits(fresh: Tiny, architec
     assert seen and 0 < stats.num_pruned_tokens < stats.num_drafted_tokens
 
 
-@pytest.mark.parametrize("drafter", ["prompt_lookup", "bita", "ppd", "medusa", "space"])
+@pytest.mark.parametrize("drafter", sorted({*ONE_FORWARD} - {*PRUNED}))
+def test_one_that_reads_layers_is_refused(fresh: Tiny, drafter: str) -> None:
+    """Draft tokens that are pruned do not reach them."""
+    model: Any = fresh("llama")
+    model.add_adapter(get_method(drafter).adapter_config(), "drafter")
+    trained_like(model)
+    model.set_adapter(["drafter", "propd"])
+    message = rf"drafter='{drafter}' with prune=True: .* the states of layers \[.*another drafter"
+    with pytest.raises(ValueError, match=message):
+        model.generate(**ragged(), max_new_tokens=4, **propd(drafter=drafter))
+
+
+@pytest.mark.parametrize("drafter", PRUNED)
 def test_every_tree_drafter(fresh: Tiny, drafter: str) -> None:
     """Two adapters are active at a time: the drafter's and the early head's."""
     model = fresh("llama")

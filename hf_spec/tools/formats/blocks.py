@@ -65,7 +65,7 @@ class Kind(NamedTuple):
         strategy: ours.
         name: in architectures.
         fields: our fields and theirs, besides those of all.
-        head: its ``markov_head``; None if there is none, or a field says.
+        heads: values of ``markov_head`` that it may have; a field says which one, if several.
         tensors: what names of tensors begin with that it alone has.
         group: of its fields in flat configs.
     """
@@ -73,9 +73,14 @@ class Kind(NamedTuple):
     strategy: str
     name: str
     fields: Mapping[str, str] = {}
-    head: str | None = None
+    heads: tuple[str, ...] = ()
     tensors: str = ""
     group: str = GROUP
+
+    @property
+    def head(self) -> str | None:
+        """Its ``markov_head``; None if there is none, or a field says."""
+        return self.heads[0] if len(self.heads) == 1 else None
 
 
 #: By ``speculators_model_type`` or ``projector_type``.
@@ -85,24 +90,25 @@ KINDS = {
         "dflash", "DFlash2", {
             "markov_rank": "selector_rank",
             **{name: name for name in ("selector_top_k", "conv_kernel_size", "conv_group_size")},
-        }, "selector", "candidate_selector.",
+        }, ("selector",), "candidate_selector.",
     ),
     "dspark": Kind(
-        "dspark", "DSpark", {"markov_rank": "markov_rank", "markov_head": "markov_head_type"}
+        "dspark", "DSpark", {"markov_rank": "markov_rank", "markov_head": "markov_head_type"},
+        ("vanilla", "gated", "rnn"),
     ),
     "domino": Kind(
         "dflash", "Domino", {
             "markov_rank": "emb_dim", "markov_width": "gru_hidden_dim",
             "markov_skips": "pure_draft_prefix_len", "sample_from_anchor": "shift_label",
-        }, "domino", "prefix_gru.",
+        }, ("domino",), "prefix_gru.",
     ),
     "dspine": Kind(
         "dflash", "DSpine", {
             "markov_rank": "transfer_rank", "markov_width": "message_size",
             "selector_top_k": "top_k",
-        }, "dspine", "injection.", "dspine_config",
+        }, ("dspine",), "injection.", "dspine_config",
     ),
-    "xpress": Kind("dflash", "XPress", {"markov_rank": RANK}, "xpress", "refiner_head."),
+    "xpress": Kind("dflash", "XPress", {"markov_rank": RANK}, ("xpress",), "refiner_head."),
 }  # fmt: skip
 #: Names of the flag of causal blocks: JetSpec's, NeMo's and vLLM's, SpecForge's. vLLM 0.32 reads
 #: the last one first, and not the first one; in files of speculators it reads `CAUSAL` alone.
@@ -149,8 +155,16 @@ def _kind_to_write(config: Any) -> str:
             f"markov_head={config.markov_head!r}, markov_rank={config.markov_rank}: other programs "
             "know convolutions and a selector only together."
         )
-    own = (name for name, kind in KINDS.items() if kind.head is not None and kind.head == head)
-    return next(own, "dspark" if head else "dflash")
+    if head is None:
+        return "dflash"
+    own = [name for name, kind in KINDS.items() if head in kind.heads]
+    if not own:
+        known = [head for kind in KINDS.values() for head in kind.heads]
+        raise ValueError(
+            f"markov_head={head!r}: other programs do not know such drafters. What can be exported "
+            f"has one of {', '.join(known)}, or markov_rank=0."
+        )
+    return own[0]
 
 
 def _written(
@@ -453,6 +467,6 @@ READERS = {
         partial(recognizes, kind),
         partial(tables.without_copy, name=HEAD, head="base"),
     )
-    for kind in ("dflash", "dspark")
+    for kind in sorted({kind.strategy for kind in KINDS.values()})
 }  # fmt: skip
 WRITERS = {"speculators": speculators, "sglang": specforge}
