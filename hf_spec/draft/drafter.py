@@ -240,7 +240,7 @@ class Drafter(FollowsRows, CandidateGenerator):
             numbers: the first of these on the host; None if it is still to be transferred.
         """
         assert self.predictor is not None
-        self.predictor.received(found[1:], result)
+        self.predictor.received(iter(found[1:]), result)
         state.grown = Grown(found[0], numbers, self._next_trust) if grows else None
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:
