@@ -253,12 +253,10 @@ class Drafter(FollowsRows, CandidateGenerator):
         Args:
             numbers: the first of these on the host; None if it is still to be transferred.
         """
-        assert self.predictor is not None
-        packed, *rest = found
-        first = len(rest) - (0 if self.also is None else len(self.also.renewed()))
-        self.predictor.received(rest[:first], result)
-        if self.also is not None:
-            self.also.received(rest[first:], result)
+        packed, *renewed = found
+        rest = iter(renewed)
+        for one in self._predictors:
+            one.received(rest, result)
         state.grown = Grown(packed, numbers, self._next_trust) if grows else None
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:

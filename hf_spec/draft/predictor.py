@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
@@ -236,9 +236,10 @@ class Predictor(FollowsRows, Holds):
         """Make room for a step with these trees and a tree of so many levels, so that buffers stay
         where they are."""
 
-    def received(self, found: Sequence[Tensor], result: StepResult) -> None:
-        """Called after the step with what was :meth:`renewed`, in place of :meth:`advance`."""
-        self.take(iter(found))
+    def received(self, found: Iterator[Tensor], result: StepResult) -> None:
+        """Called after the step in place of :meth:`advance`; next in ``found`` is what its copy has
+        :meth:`renewed`."""
+        self.take(found)
         if self.cache is not None:
             assert result.host is not None
             self.cache.commit(result.host.counts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any, ClassVar
@@ -242,20 +242,23 @@ class OnlinePredictor(HeadPredictor):
     def static_states(self, adapter: Adapter) -> None:
         return None
 
+    @property
+    def _num_made(self) -> int:
+        return 1 if self.markov_head is None else 3
+
     def renewed(self) -> Sequence[Tensor]:
         return self._made
 
-    def received(self, found: Sequence[Tensor], result: StepResult) -> None:
+    def received(self, found: Iterator[Tensor], result: StepResult) -> None:
         super().received(found, result)
-        self._made = tuple(found)
+        self._made = tuple(islice(found, self._num_made))
 
     def complete(self, state: DecodeState) -> None:
         self._made = ()  # new trees will grow
 
     def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None = None) -> Any:
         made = super().levels(root, depth, max(width, self.hits.ranks))
-        found = made.tokens, made.log_probs, made.states
-        self._made = found[:1] if self.markov_head is None else found
+        self._made = (made.tokens, made.log_probs, made.states)[: self._num_made]
         return Ranked(made, self._chances)
 
     def proposed(self, root: Tensor) -> None:

@@ -427,7 +427,7 @@ class ProbePredictor(TablePredictor):
     def ready(self, tree: Tree, grows: bool) -> bool:
         return grows and tree.num_probes > 0
 
-    def received(self, found: Sequence[Tensor], result: StepResult) -> None:
+    def received(self, found: Iterator[Tensor], result: StepResult) -> None:
         super().received(found, result)
         assert result.host is not None
         self.num_predicted = [n // self.per_distance for n in result.host.num_probes]
