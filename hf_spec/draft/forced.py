@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from heapq import heappop, heappush
 from itertools import count as numbers
 from itertools import takewhile
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from hf_spec.core.rows import FollowsRows
 from hf_spec.core.tree import Row
@@ -64,9 +66,9 @@ class XGrammar:
     """
 
     def __init__(self, matcher: Any, vocabulary: int):
-        import xgrammar
-
-        self._matcher, self._mask = matcher, xgrammar.allocate_token_bitmask(1, vocabulary)
+        words = (vocabulary + 31) // 32
+        self._matcher = matcher
+        self._mask = torch.zeros(1, words, dtype=torch.int32, device="cpu")
 
     def accept(self, token: int) -> bool:
         return bool(self._matcher.accept_token(token))
@@ -80,7 +82,7 @@ class XGrammar:
         self._matcher.fill_next_token_bitmask(self._mask)
         found = _few(self._mask[0].numpy())
         if len(found) > 1:
-            longest = self._matcher.find_jump_forward_tokens()[:1]
+            longest = getattr(self._matcher, "find_jump_forward_tokens", list)()[:1]
             found.sort(key=lambda token: token not in longest)
         return found
 
@@ -195,8 +197,12 @@ def matcher_of(processor: Any, number: int, count: int, vocabulary: int) -> Matc
     sizes = [one.tokenizer_info.vocab_size for one in values if isinstance(one, compiled)]
     for library, name, adapt in LIBRARIES:
         found = [one for one in values if isinstance(one, _class(library, name))]
-        if len(found) == count:
-            return adapt(found[number], sizes[0] if sizes else vocabulary)
+        if len(found) != count:
+            continue
+        matcher = adapt(found[number], sizes[0] if sizes else vocabulary)
+        with suppress(RuntimeError, ValueError):  # its masks have another size
+            matcher.allowed()
+            return matcher
     return None
 
 
