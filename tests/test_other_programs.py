@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,59 @@ def test_outlines(demo, backend):
         assert generator.batch(CODE, **options, **spec) == several
         texts = generator(CODE[0], **samples, **spec)
         assert all(re.fullmatch(REGEX, text) for text in texts if text.endswith("!"))
+
+
+def processors_of(library: str, model: Any, tokenizer: Any) -> Callable[[], Any]:
+    """Makes processors for JSON of the schema by a library, each good for one call."""
+    module = {"outlines": "outlines_core"}.get(library, library)
+    pytest.importorskip(module, reason=f"needs {module}, see CONTRIBUTING.md")
+    schema = json.dumps(SCHEMA)
+    if library == "xgrammar":
+        import xgrammar
+
+        info = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer, vocab_size=model.config.vocab_size
+        )
+        grammar = xgrammar.GrammarCompiler(info).compile_json_schema(schema, any_whitespace=False)
+        return lambda: xgrammar.contrib.hf.LogitsProcessor(grammar)
+    outlines = pytest.importorskip("outlines", reason="needs outlines, see CONTRIBUTING.md")
+    backend = {"outlines": "outlines_core"}.get(library, library)
+    make = outlines.backends.get_json_schema_logits_processor
+    processor = make(backend, outlines.from_transformers(model, tokenizer), schema)
+
+    def again() -> Any:
+        processor.reset()
+        return processor
+
+    return again
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("library", ["xgrammar", "llguidance", "outlines"])
+def test_what_grammars_force_is_drafted(demo: Any, library: str, batch: int) -> None:
+    """In fewer steps, with the same output."""
+    model, tokenizer = demo
+    make = processors_of(library, model, tokenizer)
+    inputs = tokenizer(CODE[:batch], return_tensors="pt", padding=True)
+    steps: dict[str, int] = {}
+    forced_off = drafting("plain", forced=False)
+
+    def generate(**options: Any) -> Any:
+        torch.manual_seed(1)
+        given = {**inputs, "max_new_tokens": 24, "logits_processor": [make()], **options}
+        return model.generate(**given).tolist()
+
+    expected = generate(do_sample=False)
+    assert generate(do_sample=False, **forced_off) == expected
+    for name, spec in {"plain": drafting("plain"), "medusa": GUIDED["medusa"]}.items():
+        assert generate(do_sample=False, **spec) == expected
+        stats = hf_spec.last_stats(model)
+        assert stats is not None
+        steps[name] = stats.num_steps
+    assert steps["plain"] < 24
+    # Several rows are sampled with other random numbers than in plain generation.
+    expected = generate(do_sample=True, **forced_off if batch > 1 else {})
+    assert generate(do_sample=True, **drafting("plain")) == expected
 
 
 def compared(model: Any) -> tuple[list[torch.Tensor], list[int]]:

@@ -41,6 +41,7 @@ from hf_spec.decoding.waiting import (
     processors_of_row,
     take_in_turns,
 )
+from hf_spec.draft.forced import BatchForced
 from hf_spec.draft.lookup import BatchLookup, History, Limits
 from hf_spec.draft.options import AUTO
 from hf_spec.draft.policy import StepPolicy
@@ -270,6 +271,10 @@ def _after_prompt(
     steps = Steps(state, strategy, acceptance, policy, watch, owner, history, earlier)
     # The prompt's hidden states are the drafter's from here on, who may drop them.
     steps.first(prefilled)
+    if strategy.options.forced:  # matchers are made where processors are first called
+        state.forced = BatchForced(
+            scorer.processors, len(sequences.lengths), vocabulary(model), sequences.eos
+        )
     if getattr(config, "_warms_up", False):
         steps.warm()
     return steps

@@ -87,7 +87,7 @@ class Scorer:
     """
 
     def __init__(self, processors: LogitsProcessorList, sequences: Sequences):
-        self.sequences = sequences
+        self.sequences, self.processors = sequences, processors
         stateless = LogitsProcessorList([one for one in processors if is_stateless(one)])
         self.stateful = [type(one).__name__ for one in processors if not is_stateless(one)]
         self._all = _split(processors)

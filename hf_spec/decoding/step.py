@@ -238,7 +238,7 @@ class Steps:
         if known is not None:
             self._end(False)
             return Tree.of_rows(known, state.root.device).within(limits), True
-        if alone or not (policy.drafts(state.lookups is not None) and any(limits)):
+        if alone or not (policy.drafts(state.looks_up) and any(limits)):
             self._end(False)
             return Tree.roots(state.root), False
         lookups, drafter = state.lookup(), self.strategy.drafter

@@ -369,6 +369,10 @@ def merged(tree: Tree, lookups: Sequence[Row]) -> Tree:
     exact.
     """
     assert tree.host is not None
+    if not any(len(row.tokens) > 1 for row in lookups):
+        return tree
+    if tree.num_nodes == 1:
+        return Tree.of_rows(lookups, tree.device)
     if tree.whole or not tree.ranked:
         return _appended(tree, tree.host, lookups)
     rows = zip(tree.host.rows(tree.row_sizes), lookups)

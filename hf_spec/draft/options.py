@@ -79,6 +79,8 @@ class DraftOptions:
             chooses draft tokens by probability.
         lookup_history: lookups also search so many tokens at least of the answers that earlier
             calls of this process gave with the model; 0: none.
+        forced: whether tokens that the call's logits processors leave no choice about, or little,
+            are drafted, too: those of a method ``forced``, and of grammars.
         drafting: ``auto``: only as much as is worth its time, and plain steps while nothing is,
             unless the output depends on which steps draft (sampled draft tokens, ``typical``).
             ``always``: every step drafts, and nothing depends on time.
@@ -105,6 +107,7 @@ class DraftOptions:
     lookup: bool | str = setting(AUTO, rule=choice(AUTO, True, False))
     recycle: bool | str = setting(AUTO, rule=choice(AUTO, True, False))
     lookup_history: int = setting(0, rule=count(0, MAX_HISTORY), only={"lookup": (AUTO, True)})
+    forced: bool = setting(True, rule=choice(True, False))
     drafting: str = setting(AUTO, rule=choice(AUTO, "always"))
     acceptance: str = setting("match", rule=choice(*ACCEPTANCE_RULES))
     typical_epsilon: float = setting(0.09, rule=SHARE, only={"acceptance": ("typical",)})

@@ -13,6 +13,7 @@ from hf_spec.core.device import to_device
 from hf_spec.core.rows import FollowsRows
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import HostTree, Row, Tree
+from hf_spec.draft.forced import BatchForced
 from hf_spec.draft.lookup import BatchLookup
 from hf_spec.target.noise import SamplingNoise
 from hf_spec.target.target import Target
@@ -77,7 +78,8 @@ class DecodeState(FollowsRows):
         draft_cost: tokens that one more drafting forward of this step must bring to pay for its
             time; None while unknown.
         lookups: looks up what is merged into each step's draft; None if nothing is.
-        looked_up: what this step has looked up for each sequence.
+        forced: drafts what the call's processors leave; None if that is not asked for.
+        looked_up: what this step has looked up for each sequence, and what is forced.
         noise: what the next tokens will be sampled with; None if the output would depend on it.
         prompt_part: most tokens of each prompt that a drafter should run at once.
     """
@@ -95,11 +97,12 @@ class DecodeState(FollowsRows):
     grown: Grown | Tree | None = None
     draft_cost: float | None = None
     lookups: BatchLookup | None = None
+    forced: BatchForced | None = None
     looked_up: Sequence[Row] = ()
     noise: SamplingNoise | None = None
     prompt_part: int = 4096
 
-    of_rows = ("sequences", "cache", "target", "drafter", "lookups", "noise", "root")
+    of_rows = ("sequences", "cache", "target", "drafter", "lookups", "forced", "noise", "root")
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -133,11 +136,18 @@ class DecodeState(FollowsRows):
             state.drafter.complete(state)
         super().join(other)
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether the host may know what continues a sequence."""
+        return self.lookups is not None or bool(self.forced)
+
     def lookup(self) -> Sequence[Row]:
         """Look up what continues each sequence, for this step."""
-        self.looked_up = ()
-        if self.lookups is not None:
-            self.looked_up = self.lookups.lookup(self.tokens, self.active, self.max_depth)
+        sources = [one for one in (self.forced, self.lookups) if one]
+        found = [one.lookup(self.tokens, self.active, self.max_depth) for one in sources]
+        self.looked_up = found[0] if found else ()
+        if len(found) > 1:
+            self.looked_up = [one.merge(other).likeliest_first() for one, other in zip(*found)]
         return self.looked_up
 
     def received(self, grown: Grown) -> tuple[Tree, HostTree]:

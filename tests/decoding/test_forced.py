@@ -1,0 +1,204 @@
+"""Tokens that logits processors force are drafted, and change nothing else."""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import VOCAB, prompt, ragged
+from running import drafting
+from torch import Tensor
+from transformers import LogitsProcessor
+
+import hf_spec
+from hf_spec.core.tree import Row
+from hf_spec.draft import forced
+from hf_spec.draft.forced import LEAST, LONGEST, MOST, tree_of
+
+#: Tokens of a record after its free one.
+FORCED = 3
+PLAIN = {"assistant_strategy": "plain"}
+
+
+class Records(LogitsProcessor):
+    """Allows records of ``free`` tokens and some that follow from them, after each other.
+
+    Must be called exactly once for each token, as a grammar's matcher.
+    """
+
+    def __init__(self, free: int = 1) -> None:
+        self.free = free
+        self.calls: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        place = len(self.calls)
+        self.calls.append(input_ids.tolist())
+        if place % (self.free + FORCED) >= self.free:
+            for row, last in enumerate(input_ids[:, -1].tolist()):
+                keep = scores[row, self.after(last)].clone()
+                scores[row] = -torch.inf
+                scores[row, self.after(last)] = keep
+        return scores
+
+    @staticmethod
+    def after(token: int) -> int:
+        return (5 * token + 3) % VOCAB
+
+
+class Forces(Records):
+    """Says what it forces."""
+
+    def forced(self, row: int, tokens: list[int]) -> list[int]:
+        size, found = self.free + FORCED, []
+        while (len(self.calls) + len(found)) % size >= self.free:
+            found.append(self.after([*tokens, *found][-1]))
+        return found
+
+
+class Lies(Forces):
+    """Says something else."""
+
+    def forced(self, row: int, tokens: list[int]) -> list[int]:
+        return [token + row for token in super().forced(row, tokens)] + [VOCAB, -1]
+
+
+def generated(model: Any, spec: dict[str, Any], processor: Any, **settings: Any) -> list[Any]:
+    torch.manual_seed(0)
+    given = {"max_new_tokens": 23, "do_sample": False, **settings}
+    return model.generate(**given, **spec, logits_processor=[processor]).tolist()  # type: ignore
+
+
+@pytest.mark.parametrize("kind", [Forces, Lies])
+@pytest.mark.parametrize("eos", [None, list(range(7, 60, 4))], ids=["no end", "ends"])
+@pytest.mark.parametrize("given", [{"input_ids": prompt(15)}, ragged()], ids=["one", "three"])
+@pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
+def test_the_output_is_that_of_plain_generation(
+    tiny: Any, spec: Any, given: Any, eos: Any, samples: bool, kind: type[Records]
+) -> None:
+    """And the processor sees the same calls."""
+    settings = {**given, "eos_token_id": eos, "do_sample": samples}
+    plain, ours = Records(), kind()
+    # Several rows are sampled with random numbers of their own.
+    one_by_one = PLAIN if samples and len(given["input_ids"]) > 1 else {}
+    expected = generated(tiny("llama"), one_by_one, plain, **settings)
+    assert generated(tiny("llama"), spec, ours, **settings) == expected
+    assert ours.calls == plain.calls
+
+
+@pytest.mark.parametrize("given", [{"input_ids": prompt(15)}, ragged()], ids=["one", "three"])
+def test_a_step_takes_all_that_is_forced(tiny: Any, given: Any) -> None:
+    """Without a strategy's drafts: the first token of each record is the bonus of a step."""
+    model, steps = tiny("llama"), {}
+    for on in (True, False):
+        spec = {**PLAIN, "assistant_kwargs": {"forced": on}}
+        generated(model, spec, Forces(), **given, max_new_tokens=24)
+        stats = hf_spec.last_stats(model)
+        assert stats is not None
+        steps[on] = stats.num_steps
+    assert steps == {True: 1 + 24 // (1 + FORCED), False: 24}
+
+
+def test_forced_tokens_join_the_drafts_of_a_strategy(tiny: Any) -> None:
+    """Fewer steps with both than with either."""
+    model, steps = tiny("llama"), []
+    settings = {"input_ids": prompt(15), "max_new_tokens": 64}
+    lookup = drafting("prompt_lookup")
+    none = drafting("prompt_lookup", forced=False)
+    for spec in (lookup, none, PLAIN):
+        generated(model, spec, Forces(4), **settings)
+        stats = hf_spec.last_stats(model)
+        assert stats is not None
+        steps.append(stats.num_steps)
+    assert steps[0] < min(steps[1:])
+
+
+class Words:
+    """A matcher of sequences of words: of tokens that are texts."""
+
+    def __init__(self, texts: Sequence[str], vocabulary: Sequence[str]):
+        self.texts, self.vocabulary = texts, vocabulary
+        self.so_far: list[str] = []
+
+    def goes_on(self, token: int) -> bool:
+        begun = "".join(self.so_far) + self.vocabulary[token]
+        return any(text.startswith(begun) for text in self.texts)
+
+    def accept(self, token: int) -> bool:
+        if not self.goes_on(token):
+            return False
+        self.so_far.append(self.vocabulary[token])
+        return True
+
+    def undo(self, count: int) -> None:
+        assert 0 < count <= len(self.so_far)
+        del self.so_far[-count:]
+
+    def allowed(self) -> list[int]:
+        found = [token for token, _ in enumerate(self.vocabulary) if self.goes_on(token)]
+        return sorted(found, key=lambda token: -len(self.vocabulary[token]))
+
+
+TOKENS = ["a", "b", "c", "ab", "bc", "abc", "ca", "cab"]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize(
+    "texts", [["aab"], ["aabcabca"], ["aabca", "acab"], ["aaaaaaa"], ["a"], ["b"]]
+)
+def test_the_likeliest_tokenizations_are_drafted(texts: list[str], depth: int) -> None:
+    """Against all paths of tokens with their probabilities."""
+    matcher, root = Words(texts, TOKENS), TOKENS.index("a")
+    row = tree_of(matcher, root, depth)
+    assert matcher.so_far == []  # as it was
+    expected: dict[tuple[int, ...], float] = {}
+    for size in range(1, depth + 1):
+        for path in product(range(len(TOKENS)), repeat=size):
+            walker, probability = Words(texts, TOKENS), 1.0
+            for token, following in zip((root, *path), (*path, None)):
+                if not walker.accept(token):
+                    probability = 0.0
+                    break
+                allowed = walker.allowed()
+                if following is None:
+                    break
+                if following not in allowed:
+                    probability = 0.0
+                elif len(allowed) > 1:
+                    first = following == allowed[0]
+                    probability *= LONGEST if first else (1 - LONGEST) / (len(allowed) - 1)
+            if probability >= LEAST:
+                expected[path] = probability
+    found, paths = {}, [()]
+    for parent, token, probability in zip(row.parents[1:], row.tokens[1:], row.probs[1:]):
+        paths.append((*paths[parent], token))
+        found[paths[-1]] = probability
+    best = sorted(expected.values(), reverse=True)[:MOST]
+    assert sorted(found.values(), reverse=True) == pytest.approx(best)
+    assert found == pytest.approx({path: expected[path] for path in found})
+    assert row.probs == sorted(row.probs, reverse=True)
+    assert len(row.parents) == len(row.tokens) == len(row.probs)
+
+
+def test_ends_are_not_drafted() -> None:
+    """The tokens after them would be of no use."""
+    matcher = Words(["abc"], TOKENS)
+    ends = [TOKENS.index("b"), TOKENS.index("bc")]
+    assert tree_of(matcher, 0, 5, ends) == Row.root(0)
+    assert len(tree_of(matcher, 0, 5, ends[:1]).tokens) == 2
+
+
+@pytest.mark.parametrize("tokens", [[], [0], [31, 32, 95], [7, 8, 64], [*range(forced.FEW)]])
+def test_the_tokens_of_a_mask(tokens: list[int]) -> None:
+    mask = np.zeros(3, np.uint32)
+    for token in tokens:
+        mask[token // 32] |= np.uint32(1 << token % 32)
+    assert forced._few(mask) == tokens
+    assert forced._few(np.full_like(mask, 2**32 - 1)) == []
+    assert forced._few(np.full(20, 1, np.uint32)) == []
+
+
+def test_forced_refuses_other_values(tiny: Any) -> None:
+    with pytest.raises(ValueError, match="forced='no'.*True, False"):
+        generated(tiny("llama"), {**PLAIN, "assistant_kwargs": {"forced": "no"}}, Forces())
