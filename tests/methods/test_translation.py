@@ -1,7 +1,7 @@
 """An assistant with another tokenizer: its tokens stand for the model's, where both have them."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
 from itertools import groupby, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from conftest import Tiny, check_continued, check_same, plainly, prompt, ragged
+from conftest import Tiny, check_continued, check_same, padded, plainly, prompt, ragged
 from covering import covering
 from running import CAPTURED, drafting, no_forward
 from step_by_hand import frontier
@@ -79,7 +79,10 @@ def shuffled(model: Any) -> tuple[Any, Any]:
     own = make([texts[id] for id in order if id > 2])
     places = own.convert_tokens_to_ids(of_words().convert_ids_to_tokens(list(range(61))))
     other = copy.deepcopy(model)
-    for embeddings in (other.get_input_embeddings(), other.get_output_embeddings()):
+    weights = {
+        id(one.weight): one for one in (other.get_input_embeddings(), other.get_output_embeddings())
+    }  # which may be tied
+    for embeddings in weights.values():
         embeddings.weight.data[places] = embeddings.weight.data.clone()
     return other, own
 
@@ -197,16 +200,22 @@ def test_continued_and_compiled(tiny: Tiny, fresh: Tiny) -> None:
     check_same(tiny("llama_tied"), {**spec, **CAPTURED}, **GIVEN["row"], **GREEDY)
 
 
-def test_calls_in_threads_share_steps(tiny: Tiny, fresh: Tiny) -> None:
-    """Of rows that have read different numbers of the assistant's tokens."""
-    own, model = tokenizer_of("smaller"), tiny("llama_tied")
-    call = {**drafts(sized(fresh("llama"), own), own), **GREEDY, "eos_token_id": None}
+def test_rows_that_join_others_go_on_with_what_they_have_read(tiny: Tiny) -> None:
+    """The last one waits for one that ends, and then joins one that is under way."""
+    model = tiny("llama_tied")
+    spec = drafts(*shuffled(tiny("llama_tied")), tree="chain", max_depth=2)
     prompts = [prompt(length, seed=length) for length in (4, 9, 15)]
-    plain = [plainly(model, one, **GREEDY, eos_token_id=None).tolist() for one in prompts]
-    with hf_spec.share_steps(model) as sharing, ThreadPoolExecutor(3) as pool:
-        with sharing.turns.taken():
-            calls = [pool.submit(model.generate, one, **call) for one in prompts]
-        assert [one.result(60).tolist() for one in calls] == plain
+    ends = int(plainly(model, prompts[0], **GREEDY, eos_token_id=None)[0, 6])
+    call = {**spec, **GREEDY, "eos_token_id": ends, "return_dict_in_generate": True}
+    alone = [model.generate(one, **call) for one in prompts]
+    new = [one.sequences[0, ids.shape[1] :].tolist() for one, ids in zip(alone, prompts)]
+    assert len(new[0]) < len(new[1])
+    call["assistant_kwargs"] = {**spec["assistant_kwargs"], "max_rows": 2}
+    found = model.generate(**padded([ids[0].tolist() for ids in prompts]), **call)
+    for row, expected in zip(found.sequences[:, 15:].tolist(), new):
+        assert row[: len(expected)] == expected
+    taken = sum((one.spec_stats.accepted_histogram for one in alone), Counter())
+    assert found.spec_stats.accepted_histogram == taken
 
 
 TEXTS = ["and the sting is then", " of an ear", "a  b", "the", " "]
