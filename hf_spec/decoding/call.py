@@ -25,6 +25,7 @@ from hf_spec.core.checks import UNFIT, check_count, check_names, explained, firs
 from hf_spec.core.memory import memory
 from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.options import ACCEPTANCE_RULES, AUTO, DraftOptions, with_place
+from hf_spec.draft.translation import Assistant
 from hf_spec.files import is_path, read_json
 from hf_spec.methods.registry import Method, get_method, methods
 from hf_spec.modeling_patches.attention_masks import check_attention
@@ -431,7 +432,7 @@ _OF_ASSISTED = {
     "assistant_confidence_threshold": "Drop it: in each step a policy drafts as much as pays.",
     **dict.fromkeys(
         ("assistant_lookbehind", "target_lookbehind"),
-        "Drop it: an assistant has the model's tokenizer.",
+        "Drop it: tokens are translated one by one.",
     ),
 }
 
@@ -460,7 +461,11 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
     check_cache_stays(model)
     _raise(config, _of_other_modes(model, config, method))
     if method.needs_assistant or assistant is not None:
-        method.make_drafter(model, options, assistant)
+        drafts = assistant
+        if method.needs_assistant:
+            tokenizers = mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer")
+            drafts = Assistant.of(assistant, *tokenizers)
+        method.make_drafter(model, options, drafts)
     _raise(config, _of_the_call(config, mode_kwargs, method))
     _raise(config, _of_the_cache(model, config))
     _raise(config, _of_adapters(model))
@@ -554,8 +559,8 @@ def _of_the_call(
     config: GenerationConfig, mode_kwargs: dict[str, Any], method: Method
 ) -> Iterator[Refusal]:
     tokenizer = mode_kwargs.get("assistant_tokenizer")
-    why = "draft tokens are the model's own, so both have one tokenizer."
-    kind, wrong = type(tokenizer).__name__, not _agree(tokenizer, mode_kwargs.get("tokenizer"))
+    why, kind = "no assistant drafts with it.", type(tokenizer).__name__
+    wrong = tokenizer is not None and not method.needs_assistant
     yield wrong, "assistant_tokenizer", kind, why, _ONE_OF_TWO
     for option in ("output_attentions", "output_hidden_states"):
         why = "a step runs draft tokens that plain generation never sees."
@@ -572,15 +577,6 @@ def _of_the_call(
     remedy = "Choose a strategy whose drafts run none, such as prompt_lookup."
     waits = mode_kwargs.get("synced_gpus") and method.declares.runs
     yield waits, "synced_gpus", True, why, remedy
-
-
-def _agree(assistants: Any, own: Any) -> bool:
-    """Whether an assistant's tokenizer, if one is given, has the model's tokens, of which some are
-    compared. Pipelines give both where the models' vocabularies are padded to different sizes."""
-    if assistants is None or own is None or len(assistants) != len(own):
-        return assistants is None
-    some = [*range(0, len(own), max(len(own) // 64, 1))]
-    return bool(assistants.convert_ids_to_tokens(some) == own.convert_ids_to_tokens(some))
 
 
 def _of_the_cache(model: Any, config: GenerationConfig) -> Iterator[Refusal]:

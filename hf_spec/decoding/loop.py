@@ -16,6 +16,7 @@ from transformers import (
     GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
 from transformers.generation import GenerateDecoderOnlyOutput, utils
@@ -46,6 +47,7 @@ from hf_spec.draft.lookup import BatchLookup, History, Limits
 from hf_spec.draft.options import AUTO
 from hf_spec.draft.policy import StepPolicy
 from hf_spec.draft.state import DecodeState
+from hf_spec.draft.translation import Assistant
 from hf_spec.modeling_patches.modules import CACHE, only_logits, unwrapped
 from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.support import check_length
@@ -125,6 +127,7 @@ def decode(
     The arguments are those of ``GenerationMixin._sample``, starting with the model.
     """
     config, input_ids = generation_config, prompt_ids(input_ids, model_kwargs)
+    assistant_model = Assistant.of(assistant_model, tokenizer, assistant_tokenizer)
     model_kwargs |= only_logits(model, model_kwargs)
     ranks = Ranks(model)
     if config.do_sample:
@@ -347,6 +350,8 @@ def generate(
     assistant_model: PreTrainedModel | None = None,
     streamer: BaseStreamer | None = None,
     synced_gpus: bool | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     **model_kwargs: Any,
 ) -> Tensor | SpecGenerateOutput:
     """Decode with a strategy: ``model.generate(**inputs, custom_generate=hf_spec.generate)``.
@@ -366,6 +371,7 @@ def generate(
         streamer: gets the prompt, then tokens.
         synced_gpus: whether all ranks run forwards until the last one ends; None: if they share the
             model's weights by FSDP or DeepSpeed's stage 3, as in ``generate``.
+        tokenizer, assistant_tokenizer: the model's and the assistant's, if they have not the same.
         model_kwargs: inputs of the model's forward.
 
     Returns:
@@ -380,6 +386,7 @@ def generate(
             "stopping_criteria": stopping_criteria, "generation_config": generation_config,
             "assistant_strategy": assistant_strategy, "assistant_kwargs": assistant_kwargs,
             "assistant_model": assistant_model, "streamer": streamer, "synced_gpus": synced_gpus,
+            "tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer,
         }  # fmt: skip
         named = {name: value for name, value in named.items() if value is not None}
         called: Any = model.generate
@@ -393,8 +400,11 @@ def generate(
     if synced_gpus is None:
         shared = utils.is_deepspeed_zero3_enabled() or utils.is_fsdp_managed_module(model)
         synced_gpus = shared and dist.is_initialized() and dist.get_world_size() > 1
-    given = {"assistant_model": assistant_model, "synced_gpus": synced_gpus}
-    validate_call(model, config, given)
+    drafts = {
+        "assistant_model": assistant_model, "tokenizer": tokenizer,
+        "assistant_tokenizer": assistant_tokenizer,
+    }  # fmt: skip
+    validate_call(model, config, {**drafts, "synced_gpus": synced_gpus})
     assert input_ids is not None
     if getattr(config, "_static_steps", False) and not getattr(cache, "_is_user_defined", False):
         model_kwargs.pop(CACHE, None)  # the static cache that ``generate`` has made
@@ -402,5 +412,5 @@ def generate(
         streamer.put(input_ids.cpu())
     return decode(
         model, input_ids, logits_processor, stopping_criteria, config, streamer=streamer,
-        assistant_model=assistant_model, synced_gpus=synced_gpus, **model_kwargs,
+        synced_gpus=synced_gpus, **drafts, **model_kwargs,
     )  # fmt: skip

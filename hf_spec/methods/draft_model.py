@@ -1,4 +1,4 @@
-"""``draft_model``: another, smaller model with the same tokenizer drafts.
+"""``draft_model``: another, smaller model drafts.
 
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), with trees
 that grow level by level as in EAGLE-2 (Li et al., 2024, section 4.1).
@@ -7,8 +7,9 @@ that grow level by level as in EAGLE-2 (Li et al., 2024, section 4.1).
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import Frontier, extended
 from hf_spec.draft.options import key_of
 from hf_spec.draft.state import DecodeState
+from hf_spec.draft.translation import Assistant, Translation, translation
 from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.attention_masks import TreeAttention
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
@@ -37,7 +39,7 @@ from hf_spec.target.compiled import PARTS, CompiledTarget
 from hf_spec.target.hidden_states import Reads, captured, gather_hidden, supported_kwargs
 from hf_spec.target.target import Slots, Target, append
 
-# -- What drafters with an assistant model have in common: the two models' tokenizer ---------------
+# -- What drafters with an assistant model have in common: the two models' tokens ------------------
 
 #: Rows by which the embeddings of models with the same tokenizer may differ: some are padded.
 PADDING = 1024
@@ -47,16 +49,19 @@ class AssistantPredictor(LevelPredictor):
     """An assistant model drafts.
 
     Args:
-        assistant: the causal language model that drafts.
+        assistant: the causal language model that drafts, or this with the call's tokenizers.
 
     Raises:
-        ValueError: it is not a model, or has another tokenizer.
+        ValueError: it is not a model, or has another tokenizer that the call does not give, or one
+            with too few tokens of the model's.
     """
 
     options: GrowOptions
 
     def __init__(self, model: Any, options: GrowOptions, assistant: Any):
         super().__init__(model, options, ("draft_model", key_of(options)))
+        given = assistant if isinstance(assistant, Assistant) else None
+        assistant = assistant if given is None else given.model
         if not hasattr(assistant, "get_input_embeddings"):
             raise ValueError(
                 f"assistant_model={assistant!r}: give a loaded model, such as "
@@ -68,12 +73,19 @@ class AssistantPredictor(LevelPredictor):
                 "a released drafter, make an adapter of it: hf-spec import REPOSITORY --model M "
                 "--output drafter/"
             )
-        _check_tokenizer(model, assistant)
         self.assistant, self.owner, self.beside = assistant, assistant, (assistant,)
+        #: Between the tokens of two tokenizers; None if there is one.
+        self.translation: Translation | None = None
+        if given is None:
+            _check_tokenizer(model, assistant)
+        else:
+            self.translation = self.kind = translation(model, given)
         known, wanted = vocabulary(assistant), vocabulary(model)
-        #: Tokens that both models have.
+        #: Tokens that both models have, if they have the same ids.
         self.shared = min(known, wanted)
-        if self.shared != wanted:
+        if self.translation is not None:
+            self.token_ids = self.translation.token_ids
+        elif self.shared != wanted:
             self.token_ids = torch.arange(self.shared, device=placement(assistant).device)
 
 
@@ -88,8 +100,8 @@ def _check_tokenizer(model: Any, assistant: Any) -> None:
     if other:
         raise ValueError(
             f"assistant_model={type(assistant).__name__} has another tokenizer than "
-            f"{type(model).__name__}: {'; '.join(other)}. Give an assistant of the same family, or "
-            "generate without assistant_strategy: Transformers translates between tokenizers."
+            f"{type(model).__name__}: {'; '.join(other)}. Give both, generate(tokenizer=..., "
+            "assistant_tokenizer=...), or an assistant of the same family."
         )
 
 
@@ -156,6 +168,13 @@ class SharedKVPredictor(AssistantPredictor):
 
     def __init__(self, model: Any, options: GrowOptions, assistant: Any):
         super().__init__(model, options, assistant)
+        assistant = self.assistant
+        if self.translation is not None:
+            raise ValueError(
+                f"assistant_model={type(assistant).__name__} with an assistant_tokenizer that has "
+                "other tokens than tokenizer: this assistant reads the model's states, so that its "
+                "tokens are the model's. Give the tokenizer it was made with, or none."
+            )
         self._sources = shared_kv_sources(model, assistant)
         self._attention = TreeAttention(assistant, beside=model)
         with_given_masks(assistant, self._attention.changes)
@@ -267,29 +286,32 @@ class SharedKVPredictor(AssistantPredictor):
 class DraftModelPredictor(AssistantPredictor):
     """An assistant model drafts, with a KV cache of its own.
 
+    Its cache holds the text in its own tokens, of which there may be more than the model's, or
+    fewer. In both, what the drafted tokens are is known on the device.
+
     Raises:
         ValueError: see :class:`AssistantPredictor`; or the assistant cannot run trees.
     """
 
     per_row = ("_logits",)
-    of_rows = (*LevelPredictor.of_rows, "_target")
+    of_rows = (*LevelPredictor.of_rows, "_target", "_read")
 
     def __init__(self, model: Any, options: GrowOptions, assistant: Any):
         super().__init__(model, options, assistant)
         self.outside = "the assistant's forwards are code of their own"
-        check_model(assistant)
+        check_model(self.assistant)
         self._target: Target | None = None  # of the assistant
+        self._read: list[int] | None = None  # the model's tokens that it has read, of each row
         self._logits: Tensor | None = None  # (batch, vocab) after each sequence's last token
 
     def catch_up(self, state: DecodeState) -> None:
-        target = self._target
-        if target is None:
+        target, read = self._target, self._read
+        self._read = [len(tokens) for tokens in state.tokens]
+        if target is None or read is None:
             self._target = self._prompt(state)
             self.cache = self._target.cache
             return
-        rows = self._known(
-            tokens[length:] for tokens, length in zip(state.tokens, target.cache.host_lengths)
-        )
+        rows = [self._known(tokens[length:]) for tokens, length in zip(state.tokens, read)]
         new = [row for row, tokens in enumerate(rows) if tokens]
         if not new:  # finished sequences have none
             return
@@ -313,7 +335,7 @@ class DraftModelPredictor(AssistantPredictor):
 
     def _prompt(self, state: DecodeState) -> Target:
         """The assistant after the text so far, which runs as Transformers runs a prompt."""
-        assistant, rows = self.assistant, self._known(state.tokens)
+        assistant, rows = self.assistant, [self._whole(tokens) for tokens in state.tokens]
         text, device = assistant.config.get_text_config(decoder=True), placement(assistant).device
         lengths, width = [len(row) for row in rows], max(map(len, rows))
         ids = to_device([[0] * (width - len(row)) + row for row in rows], device)
@@ -337,8 +359,9 @@ class DraftModelPredictor(AssistantPredictor):
         own = graphs and graphs.beside(assistant, "draft_model")
         allocator = None if own is None else graphs
         cache = TreeCache(len(source.layers), len(rows), device, allocator, rules)
-        ends = list(map(sum, zip(lengths, state.remaining)))
-        take_over(cache, source, mask, max(state.remaining), seq=width)
+        longest = 1 if self.translation is None else self.translation.longest
+        ends = [length + longest * left for length, left in zip(lengths, state.remaining)]
+        take_over(cache, source, mask, longest * max(state.remaining), seq=width)
         # A table of positions may be shorter than the text.
         context = getattr(text, "max_position_embeddings", None) or max(ends)
         last = to_device([min(end, context) - 1 for end in ends], device)
@@ -346,18 +369,36 @@ class DraftModelPredictor(AssistantPredictor):
             return Target(assistant, cache, last, beside=self.model)
         return CompiledTarget(assistant, cache, last, beside=self.model, graphs=own)
 
-    def _known(self, rows: Iterable[Sequence[int]]) -> list[list[int]]:
-        """Tokens as the assistant gets them, some other one for what it does not know."""
-        return [[min(token, self.shared - 1) for token in row] for row in rows]
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """The model's tokens as the assistant gets them: in its own, or, with the same tokenizer,
+        some other one for what it does not know."""
+        if self.translation is not None:
+            return self.translation.read(tokens)
+        return [min(token, self.shared - 1) for token in tokens]
+
+    def _whole(self, tokens: Sequence[int]) -> list[int]:
+        """:meth:`_known` of a whole text."""
+        if self.translation is not None:
+            return self.translation.begin(tokens)
+        return self._known(tokens)
+
+    def _shared(self, logits: Tensor) -> Tensor:
+        """Of the assistant's logits those of :attr:`token_ids`."""
+        if self.translation is not None:
+            return logits.index_select(-1, self.translation.columns)
+        return logits[..., : self.shared]
 
     def level(self, frontier: Frontier) -> Tensor:
         assert self._target is not None and self._logits is not None
         if not frontier.depth:
-            return self._logits[:, None, : self.shared]
+            return self._shared(self._logits[:, None])
+        if self.translation is not None:
+            by_token = self.translation.by_token
+            frontier = frontier._replace(tokens=by_token[frontier.tokens.to(by_token.device)])
         self._block, first = extended(self._block, frontier)
         # With changes, even none, a single node is not the last one that recurrent layers see.
         logits = self._target(self._block, first=first, changes=Changes()).logits
-        return logits[..., : self.shared]
+        return self._shared(logits)
 
     def complete(self, state: DecodeState) -> None:
         if self._target is None:
@@ -366,14 +407,21 @@ class DraftModelPredictor(AssistantPredictor):
     # -- stock assisted decoding -------------------------------------------------------------
 
     def chain(self, input_ids: Tensor) -> list[int]:
-        known = input_ids.to(placement(self.assistant).device).clamp(max=self.shared - 1)
+        whole = self._whole(input_ids[0].tolist())
+        known = to_device([whole], placement(self.assistant).device)
         found = self.assistant.generate(
             known, attention_mask=torch.ones_like(known), max_new_tokens=self.depth,
             do_sample=False, num_beams=1, assistant_strategy=None,
         )  # fmt: skip
-        tokens: list[int] = found[0, input_ids.shape[1] :].tolist()
-        wrong = (place for place, token in enumerate(tokens) if token >= self.shared)
-        return tokens[: next(wrong, len(tokens))]
+        tokens: list[int] = found[0, known.shape[1] :].tolist()
+        drafted = takewhile(lambda token: token is not None, map(self._drafts, tokens))
+        return [token for token in drafted if token is not None]
+
+    def _drafts(self, token: int) -> int | None:
+        """The model's token that one of the assistant's is; None if there is none."""
+        if self.translation is not None:
+            return self.translation.by_own.get(token)
+        return token if token < self.shared else None
 
 
 def make(model: Any, options: GrowOptions, assistant: Any) -> AssistantPredictor:
@@ -382,6 +430,8 @@ def make(model: Any, options: GrowOptions, assistant: Any) -> AssistantPredictor
     Raises:
         ValueError: the assistant is none, or none that drafts for this model.
     """
+    given = assistant if isinstance(assistant, Assistant) else None
+    assistant = assistant if given is None else given.model
     if getattr(getattr(assistant, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(
             f"assistant_model={type(assistant).__name__} of type "
@@ -390,12 +440,13 @@ def make(model: Any, options: GrowOptions, assistant: Any) -> AssistantPredictor
         )
     assistant = unwrapped(assistant)
     shares = hasattr(assistant, "forward") and takes_shared_kv(assistant)
-    return (SharedKVPredictor if shares else DraftModelPredictor)(model, options, assistant)
+    drafts = assistant if given is None else given._replace(model=assistant)
+    return (SharedKVPredictor if shares else DraftModelPredictor)(model, options, drafts)
 
 
 METHOD = Method(
     name="draft_model",
-    summary="a smaller model with the same tokenizer drafts: generate(assistant_model=...)",
+    summary="a smaller model drafts: generate(assistant_model=...)",
     options=GrowOptions,
     predictor=DraftModelPredictor,
     needs_assistant=True,

@@ -8,6 +8,7 @@ import pytest
 from adapter_oracle import added
 from peft import LoraConfig, get_peft_model
 from tiny_checkpoint import CONTEXT, make_model, make_tokenizer, save_checkpoint, write_prompts
+from two_tokenizers import make
 
 import hf_spec
 from hf_spec.tools import cli
@@ -103,6 +104,17 @@ def test_an_assistant_drafts(tokenizer):
     )
     assert [found.overall(name)["identical"] for name in names] == [2, 2]
     assert "assistant_model" not in found.settings["strategies"]["draft_model"]
+
+
+def test_an_assistant_with_another_tokenizer(tokenizer):
+    own = make([bytes([255 - byte]) for byte in range(256)])
+    found = hf_spec.benchmark(
+        make_model(), tokenizer, TEXTS[:2], {"draft_model": {"drafting": "always"}},
+        max_new_tokens=6, assistant_model=make_model(), assistant_tokenizer=own,
+    )  # fmt: skip
+    assert found.overall("draft_model")["identical"] == 2
+    settings = found.settings["strategies"]["draft_model"]
+    assert not {"tokenizer", "assistant_tokenizer"} & settings.keys()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from covering import covering
 from replay import RECORDED
 from running import as_if, family
 from test_compiled import CAPTURED, adapt, generate
+from two_tokenizers import LETTERS, WORDS, make, of_words
 
 from hf_spec.draft.policy import StepPolicy
 from hf_spec.methods.registry import methods
@@ -68,6 +69,10 @@ def made(shallow: Any, name: str) -> tuple[Any, dict[str, Any]]:
     if name == "shared keys":
         kwargs["assistant_strategy"] = "draft_model"
         return base_of("shared"), kwargs | {"assistant_model": assistant_for("shared", True)}
+    if name == "other tokens":
+        kwargs["assistant_strategy"] = name = "draft_model"
+        own = make([*reversed(LETTERS), *WORDS[:12]])
+        kwargs |= {"tokenizer": of_words(), "assistant_tokenizer": own}
     if name == "draft_model":
         kwargs["assistant_model"] = shallow(layers=1)
     return adapt(shallow(layers=1 + (name == "propd")), name), kwargs  # it looks at earlier layers
@@ -82,6 +87,7 @@ def made(shallow: Any, name: str) -> tuple[Any, dict[str, Any]]:
             lambda name, way: [(family(name), way)] if way == "recorded" or name == "medusa" else []
         )),
         ("shared keys", "compiled", {"max_depth": 2}),  # few levels, each a graph
+        ("other tokens", "compiled", {"max_depth": 2}),
     ],
 )  # fmt: skip
 def test_one_read_per_step(

@@ -406,6 +406,7 @@ def benchmark(
     max_new_tokens: int = 128,
     batch_size: int | Sequence[int] = 1,
     assistant_model: PreTrainedModel | None = None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     limit: int | None = None,
     seed: int = 0,
     backend: str | None = None,
@@ -439,6 +440,7 @@ def benchmark(
         max_new_tokens: most new tokens of each prompt.
         batch_size: prompts per call, or several such numbers. Batches do not mix categories.
         assistant_model: drafts for ``draft_model`` and ``transformers:assisted``.
+        assistant_tokenizer: its tokenizer, if it is another one.
         limit: most prompts that are measured, spread evenly over categories.
         seed: of the sampling.
         backend: measures compiled or recorded steps, too: ``"cudagraphs"`` records them on a GPU,
@@ -464,8 +466,11 @@ def benchmark(
     base: Any = model
     if isinstance(model, PeftModel) and not model.active_peft_config.is_prompt_learning:
         base = model.get_base_model()  # whose forwards are counted; the adapters stay active
+    with_it: dict[str, Any] = {"assistant_model": assistant_model}
+    if assistant_tokenizer is not None:
+        with_it |= {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
     return run(
-        base, tokenizer, read_prompts(prompts), _lineup(strategies, assistant_model),
+        base, tokenizer, read_prompts(prompts), _lineup(strategies, with_it),
         batch_sizes=list(batch_size) if isinstance(batch_size, Iterable) else [batch_size],
         max_new_tokens=max_new_tokens, limit=limit, seed=seed, compiled=backend,
         generate_kwargs=generate_kwargs,
@@ -509,9 +514,10 @@ def read_prompts(prompts: Iterable[GivenPrompt]) -> list[Prompt]:
 
 
 def _lineup(
-    strategies: str | Iterable[str] | Mapping[str, Mapping[str, Any]], assistant: Any
+    strategies: str | Iterable[str] | Mapping[str, Mapping[str, Any]], with_it: dict[str, Any]
 ) -> list[Contender]:
-    """The contenders by their names, and options where these are given."""
+    """The contenders by their names, and options where these are given; ``with_it``: arguments of
+    calls with an assistant."""
     if not isinstance(strategies, Iterable):
         raise ValueError(f"strategies={strategies!r}: give names, or options by name.")
     options = strategies if isinstance(strategies, Mapping) else {}
@@ -520,7 +526,7 @@ def _lineup(
             raise ValueError(
                 f"strategies: {name!r}: {own!r} must be a dict of options, such as {{}}."
             )
-    names = parse_names(strategies)
+    names, assistant = parse_names(strategies), with_it["assistant_model"]
     drafts = [name for name in names if needs_assistant(name)]
     if drafts and assistant is None:
         raise ValueError(
@@ -531,7 +537,6 @@ def _lineup(
             f"assistant_model={type(assistant).__name__}: no strategy here drafts with it. Leave "
             "it out, or name 'draft_model'."
         )
-    with_it = {"assistant_model": assistant}
     return [
         contender_of(name, dict(options.get(name, {})), with_it if name in drafts else {})
         for name in names
