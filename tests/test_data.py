@@ -12,7 +12,7 @@ import pytest
 from tiny_checkpoint import make_tokenizer
 
 from hf_spec.tools import cli
-from hf_spec.tools.bench.prompts import encode, encode_answer, read_prompts, usable
+from hf_spec.tools.bench.prompts import encode, encode_answer, encode_prompt, read_prompts, usable
 from hf_spec.tools.data import Message, hub_name, label, sha256
 from hf_spec.tools.training.dataset import read_answers
 from hf_spec.tools.training.distill import read_sources
@@ -83,34 +83,49 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
-def check_alike(path: Path, histories: list[list[dict[str, str]]]) -> None:
-    """All commands find the question Q and the answer A behind these messages."""
+#: Of these the answer to the turn before is learned, too.
+LEARNED = ("OpenAI, turns", "messages go first")
+
+
+def check_alike(path: Path, names: list[str]) -> None:
+    """All commands find the question Q and the answer A behind the messages of these formats."""
+    histories = [FORMATS[name][1] for name in names]
     expected = [(Q, tuple(Message(**one) for one in history), A) for history in histories]
     prompts = read_prompts(path)
     assert [(one.text, one.history, one.reference) for one in prompts] == expected
     assert read_sources([path])[0] == [replace(one, source=path.name) for one in prompts]
     for chat in (True, False):
         tokenizer = make_tokenizer(chat)
-        for row, (text, history, answer) in zip(
-            read_answers(path, tokenizer), expected, strict=True
-        ):
-            assert row["prompt_ids"] == encode(tokenizer, text, history)
+        rows = iter(read_answers(path, tokenizer))
+        for name, (text, history, answer) in zip(names, expected, strict=True):
+            prompt, earlier = encode(tokenizer, text, history), []
+            hello = encode_answer(tokenizer, "Hello.")
+            if name in LEARNED and chat:
+                start = next(i for i in range(len(prompt)) if prompt[i : i + len(hello)] == hello)
+                earlier = [[start, start + len(hello)]]
+            elif name in LEARNED:  # the next turn's prompt has no EOS behind it
+                row = next(rows)
+                assert row["prompt_ids"] == encode(tokenizer, "Hi.", history[:-2])
+                assert (row["answer_ids"], row["earlier_answers"]) == (hello, [])
+            row = next(rows)
+            assert row["prompt_ids"] == prompt and row["earlier_answers"] == earlier
             assert row["answer_ids"] == encode_answer(tokenizer, answer)
             assert row["answer"] == answer and row["prompt"].endswith(text)
-            assert len(row) == 4
+            assert len(row) == 5
+        assert next(rows, None) is None
 
 
 def test_every_command_reads_every_format_alike(tmp_path):
-    rows, histories = zip(*FORMATS.values())
-    (tmp_path / "x.jsonl").write_text(as_lines(list(rows)), encoding="utf-8")
-    check_alike(tmp_path / "x.jsonl", list(histories))
+    rows = [row for row, _ in FORMATS.values()]
+    (tmp_path / "x.jsonl").write_text(as_lines(rows), encoding="utf-8")
+    check_alike(tmp_path / "x.jsonl", [*FORMATS])
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_every_command_reads_a_kind_of_file_alike(tmp_path, name):
-    rows, histories = zip(FORMATS["TRL, turns"], FORMATS["TRL"])
-    (tmp_path / name).write_bytes(CONTAINERS[name](list(rows)))
-    check_alike(tmp_path / name, list(histories))
+    formats = ["TRL, turns", "TRL"]
+    (tmp_path / name).write_bytes(CONTAINERS[name]([FORMATS[one][0] for one in formats]))
+    check_alike(tmp_path / name, formats)
 
 
 def test_an_input_follows_its_instruction(tmp_path):
@@ -150,8 +165,8 @@ def test_ids_are_lines_or_positions_in_an_array(tmp_path):
         (b'{"messages": [{"role": "tools", "content": "a"}]}', "the role 'tools'; it must be one"),
         (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "all text"),
         (b'{"messages": [{"role": "user", "content": " "}]}', "the user's last message is empty"),
-        (b'{"messages": [{"role": "system", "content": "a"}]}', "be the user's, it is the system"),
-        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "be the user's, it is the ass"),
+        (b'{"messages": [{"role": "system", "content": "a"}]}', "a tool's, it is the system"),
+        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "a tool's, it is the ass"),
         (b'{"turns": []}', "'turns' must be a list with at least one text"),
         (b'{"prompt": "a", "answer": "b", "category": "all"}', "'category' must not be 'all'"),
         (b"PAR1 broken", "cannot read '.*x': .*arquet"),
@@ -184,42 +199,185 @@ def test_a_template_that_refuses_a_role_is_reported_with_the_row(tmp_path):
         read_answers(tmp_path / "x", tokenizer)
 
 
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+CALL = {
+    "role": "assistant", "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+}  # fmt: skip
 RESULT = {"role": "tool", "name": "add", "content": "3"}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+#: Shows all that it is given. Thoughts are shown in the last turn only.
+OF_TOOLS = (
+    "{% if tools %}({{ tools[0].function.name }}){% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.reasoning_content and loop.last %}[{{ m.reasoning_content }}]{% endif %}"
+    "{% if m.content is string %}{{ m.content }}{% elif m.content %}"
+    "{% for part in m.content %}{{ part.type }}:{{ part[part.type] }} {% endfor %}{% endif %}"
+    "{% if m.tool_calls %}{call {{ m.tool_calls[0].function.arguments | tojson }}}{% endif %}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+REFUSES_TOOLS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+    "{% endif %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+)
 
 
-def test_messages_of_tools(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They go to the template as they are. Where it refuses them, and where a tool speaks last, the
-    row is left out; the others are used."""
+def learned(path: Path, tokenizer: Any) -> list[list[str]]:
+    """Each example's text, cut where an answer that is learned begins or ends: texts of even places
+    are given, those of odd places are learned."""
+    found = []
+    for row in read_answers(path, tokenizer):
+        ids = row["prompt_ids"] + row["answer_ids"]
+        edges = [0, *(one for span in row["earlier_answers"] for one in span)]
+        edges += [len(row["prompt_ids"]), len(ids)]
+        found.append([tokenizer.decode(ids[a:b]) for a, b in zip(edges, edges[1:])])
+    return found
+
+
+@pytest.fixture
+def tools() -> Any:
+    """A tokenizer whose template shows tools."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = OF_TOOLS
+    return tokenizer
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text(as_lines(rows), encoding="utf-8")
+    return path
+
+
+def test_calls_of_tools_go_to_the_template_as_they_are(tmp_path: Path, tools: Any) -> None:
+    """Also those that are the answer; tools may be a text of JSON."""
+    hi = {"role": "user", "content": "Hi."}
     rows = [
-        {"messages": [USER, REPLY]},
-        {"messages": [USER, CALL, RESULT, REPLY, USER, REPLY]},
-        {"messages": [USER, CALL, RESULT, REPLY]},
-        {"messages": [USER, REPLY]},
+        {"messages": [USER, CALL, RESULT, REPLY, hi], "tools": TOOLS},
+        {"messages": [USER, CALL, RESULT, REPLY], "tools": json.dumps(TOOLS)},
+        {"messages": [USER, CALL, RESULT], "tools": []},
     ]
-    path = tmp_path / "chats.jsonl"
-    path.write_text(as_lines(rows))
+    path = write(tmp_path / "chats.jsonl", rows)
+    prompts = read_prompts(path)
+    assert [prompt.tools for prompt in prompts] == [TOOLS, TOOLS, None]
+    called = f'<|user|>{Q}<|end|>\n<|assistant|>{{call {{"a": 1}}}}<|end|>\n<|tool|>3<|end|>\n'
+    assert [tools.decode(encode_prompt(tools, prompt)) for prompt in prompts] == [
+        f"(add){called}<|assistant|>{A}<|end|>\n<|user|>Hi.<|end|>\n<|assistant|>",
+        f"(add){called}<|assistant|>",
+        f"{called}<|assistant|>",
+    ]
+    asked, call = f"<|user|>{Q}<|end|>\n<|assistant|>", '{call {"a": 1}}<|end|>'
+    between = "\n<|tool|>3<|end|>\n<|assistant|>"
+    whole = [f"(add){asked}", call, between, f"{A}<|end|>"]
+    assert learned(path, tools) == [whole, whole, [asked, call]]
+
+
+def test_thoughts_go_to_the_template_as_they_are(tmp_path: Path, tools: Any) -> None:
+    """In a field, or as parts. Where a template drops those of earlier turns, each turn is an
+    example."""
+    thinks = {"role": "assistant", "content": "b", "reasoning_content": "hm"}
+    parts = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "b"}]
+    a, b = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    rows = [{"messages": [a, thinks, a, b]}, {"messages": [a, {**b, "content": parts}, a, b]}]
+    path = write(tmp_path / "chats.jsonl", rows)
+    asked = "<|user|>a<|end|>\n<|assistant|>"
+    assert learned(path, tools) == [
+        [asked, "[hm]b<|end|>"],
+        [f"{asked}b<|end|>\n{asked}", "b<|end|>"],
+        [asked, "thinking:hm text:b <|end|>", f"\n{asked}", "b<|end|>"],
+    ]
+
+
+def test_a_template_says_what_the_assistant_says(tmp_path: Path) -> None:
+    """By its own marks, which here have no EOS; what TRL gives as the prompt is not learned."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m.role }}{% if m.tool_calls %}:{{ m.tool_calls[0].function.name"
-        " }}{% endif %}]{% if m.content is not none %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% for m in messages %}<|user|>{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|user|>{% endif %}"
     )
+    rows = [
+        {"messages": [*EARLIER, USER, REPLY]},
+        {"prompt": [*EARLIER, USER], "completion": [REPLY]},
+    ]
+    path = write(tmp_path / "chats.jsonl", rows)
+    asked = f"<|end|><|user|>{Q}<|end|><|user|>"
+    assert learned(path, tokenizer) == [
+        ["<|user|>Hi.<|end|><|user|>", "Hello.", asked, A],
+        [f"<|user|>Hi.<|end|><|user|>Hello.{asked}", A],
+    ]
+    tokenizer.chat_template = tokenizer.chat_template.replace("== 'assistant'", "== 'x'")
+    with pytest.raises(ValueError, match=r"line 1: .*marks none of it .*all 2 rows\)$"):
+        read_answers(path, tokenizer)
+
+
+def test_rows_that_the_template_refuses_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    simple, refused = {"messages": [USER, REPLY]}, {"messages": [USER, CALL, RESULT, REPLY]}
+    path = write(tmp_path / "chats.jsonl", [simple, refused, simple, *[refused] * 11])
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = REFUSES_TOOLS
     prompts = read_prompts(path)
-    assert [len(prompt.history) for prompt in prompts] == [0, 4, 0]
-    assert "left out: 1; the first" in caplog.text and "chats.jsonl, line 3: " in caplog.text
-    found = tokenizer.decode(encode(tokenizer, prompts[1].text, prompts[1].history))
-    assert found.endswith(f"[user]{Q}[assistant:add][tool]3[assistant]{A}[user]{Q}")
-    assert usable(tokenizer, prompts) == prompts and len(read_answers(path, tokenizer)) == 3
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
-        "{% endif %}{{ m.content }}{% endfor %}"
-    )
-    caplog.clear()
     assert usable(tokenizer, prompts) == [prompts[0], prompts[2]]
-    assert "left out: 1; the first: prompt, row 2: " in caplog.text and "no tools" in caplog.text
+    said = caplog.text
+    caplog.clear()
     assert len(read_answers(path, tokenizer)) == 2
-    with pytest.raises(ValueError, match="no tools"):
-        usable(tokenizer, prompts[1:2])
+    for text in (said, caplog.text):
+        assert re.search("left out: 12; the first: .*chats.jsonl, line 2: .*no tools; ", text)
+        assert text.rstrip().endswith(f"; {path}, line 12; and 2 more")
+    refusal = r"line 2: .*no tools \(and so are all 2 rows\)$"
+    with pytest.raises(ValueError, match=refusal):
+        usable(tokenizer, [prompts[1], prompts[3]])
+    with pytest.raises(ValueError, match=refusal.replace("line 2", "line 1")):
+        read_answers(write(tmp_path / "tools.jsonl", [refused] * 2), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "calls of tools and thoughts need a chat template"),
+        ("{{ messages[0].content + messages[-1].content.x }}", "refuses messages"),
+        ("{{ messages | length }}", "does not put the answer behind the prompt"),
+    ],
+)
+def test_a_call_that_cannot_be_learned(tmp_path: Path, template: str | None, message: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=f"x.jsonl, line 1: .*{message}"):
+        read_answers(write(tmp_path / "x.jsonl", [{"messages": [USER, CALL]}]), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [("[{", "'tools': not JSON"), ("3", "must be a list of objects"), ([3], "list of objects")],
+)
+def test_tools_that_are_none(tmp_path: Path, tools: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"line 1: .*{message}"):
+        read_prompts(write(tmp_path / "x.jsonl", [{"messages": [USER], "tools": tools}]))
+
+
+def test_objects_of_parquet_have_no_fields_of_other_rows(tmp_path: Path, tools: Any) -> None:
+    """Those that are null there, as all rows have the same fields."""
+    other = {**CALL, "tool_calls": [{"function": {"name": "mul", "arguments": {"b": 2}}}]}
+    rows = [{"messages": [USER, call, RESULT, REPLY]} for call in (CALL, other)]
+    (tmp_path / "x.parquet").write_bytes(as_parquet(rows))
+    texts = [
+        tools.decode(encode_prompt(tools, one)) for one in read_prompts(tmp_path / "x.parquet")
+    ]
+    assert '{call {"a": 1}}' in texts[0] and '{call {"b": 2}}' in texts[1]
+
+
+def test_every_turn_of_the_assistant_s_is_a_prompt(tmp_path: Path) -> None:
+    """After answers of the user or a tool; with other answers before, but where a tool was called
+    what it said answers the call."""
+    chat = [{"role": "assistant", "content": "Yes?"}, *EARLIER, USER, CALL, RESULT, REPLY, USER]
+    (prompt,) = read_prompts(write(tmp_path / "x.jsonl", [{"messages": chat}]))
+    turns = prompt.turns()
+    assert [len(turn.messages) for turn in turns] == [2, 4, 6, 8] and turns[-1] is prompt
+    known = [turn.answered and turn.answered.content for turn in turns]
+    assert known == ["Hello.", "", A, None] and turns[1].answered.calls
+    own = prompt.after({2: "own", 4: "never", 6: "last"})
+    said = [message.content for message in own.messages]
+    assert said == ["Yes?", "Hi.", "own", Q, "", "3", "last", Q]
+    assert own.messages[4] == prompt.messages[4]
 
 
 # -- datasets by name ----------------------------------------------------------------------------

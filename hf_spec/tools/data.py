@@ -8,15 +8,18 @@ several configurations; a folder, which may have ``:split:column``, too, is a da
 is one of:
 
 - a chat: ``messages`` (OpenAI, TRL), or ``conversations`` (ShareGPT). Its last message is the
-  answer if it is the assistant's; what comes before is the prompt.
+  answer if it is the assistant's; what comes before is the prompt. ``tools`` beside it, a list or
+  a text that holds one as JSON, goes to the chat template.
 - a text: ``turns`` (Spec-Bench; the first is taken), ``prompt`` or ``question``; or ``instruction``
   with ``input`` or ``context`` (Alpaca, Dolly). `ANSWER_FIELDS` may hold the answer. ``prompt`` and
   ``completion`` may be lists of messages (TRL).
 
 The first of `PROMPT_FIELDS` that a row has is taken. A field that is null counts as missing.
-Messages that call tools, and those of tools, go to the chat template as they are. Rows that it
-refuses, or in which a tool speaks last, are left out and counted.
+Messages that call tools or think, and those of tools, go to the chat template as they are. Rows
+that it refuses are left out and counted.
 """
+
+from __future__ import annotations
 
 import hashlib
 import io
@@ -26,7 +29,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -70,11 +73,13 @@ CHATS = ("messages", "conversations")
 ANSWER_FIELDS = ("answer", "completion", "output", "response", "reference")
 #: What an ``instruction`` is about.
 INPUT_FIELDS = ("input", "context")
+#: What a chat's assistant can call.
+TOOLS = "tools"
 #: Prompts and answers as token ids.
 TOKEN_COLUMNS = ("prompt_ids", "answer_ids")
 #: All fields that are read.
 READ = {
-    *PROMPT_FIELDS, *ANSWER_FIELDS, *INPUT_FIELDS, *TOKEN_COLUMNS, "system", "category",
+    *PROMPT_FIELDS, *ANSWER_FIELDS, *INPUT_FIELDS, *TOKEN_COLUMNS, TOOLS, "system", "category",
     "question_id",
 }  # fmt: skip
 #: Fields whose rows may have a system prompt beside them, in ``system``.
@@ -86,6 +91,14 @@ ROLES = {
 }  # fmt: skip
 #: Further roles, which go to the chat template as they are.
 OF_TOOLS = ("tool", "function", "developer")
+#: Fields of a message that hold its role and its text.
+_FIELDS = ("role", "from", "content", "value")
+#: Roles that the assistant answers.
+ASKING = ("user", "tool", "function")
+#: Types of parts of a message that are no text, but for the chat template; and fields beside its
+#: content in which an assistant says something.
+THOUGHTS = ("thinking", "reasoning")
+APART = ("tool_calls", "function_call", "reasoning_content", *THOUGHTS)
 ACCEPTED = (
     "a file holds JSON lines, a JSON array of objects or parquet; "
     "datasets.load_dataset('csv', data_files=FILE)['train'].to_json('FILE.jsonl') converts others"
@@ -99,6 +112,9 @@ FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz")
 SAVED = ("state.json", "dataset_dict.json")
 #: Split of a dataset that has several.
 DEFAULT_SPLIT = "train"
+
+#: Rows that are left out beside the first that a warning names.
+NAMED = 9
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -117,7 +133,9 @@ class Message(NamedTuple):
     """A message of a chat; ``role`` is one of :data:`ROLES`, or :data:`OF_TOOLS`.
 
     Attributes:
-        given: the message as the file has it, if it calls a tool, or is its answer.
+        content: its text; empty if it has none.
+        given: the message as the file has it, if it is more than its text: it calls a tool, is a
+            tool's, or thinks.
     """
 
     role: str
@@ -129,6 +147,38 @@ class Message(NamedTuple):
         """What a chat template gets."""
         return self.given or {"role": self.role, "content": self.content}
 
+    def saying(self, text: str) -> Message:
+        """The same with another text."""
+        given = self.given and {**self.given, "content": text}
+        return Message(self.role, text, given)
+
+    @property
+    def calls(self) -> bool:
+        """Whether it calls a tool."""
+        return bool(self.given and self.given.get("tool_calls"))
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its content is all that it says: no calls and no thoughts."""
+        given = self.given or {}
+        return not isinstance(given.get("content"), list) and not any(map(given.get, APART))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing."""
+        return self.is_text and not self.content.strip()
+
+
+def _said(messages: Sequence[Message], answer: Message | None) -> dict[str, Any]:
+    """The fields of a :class:`Prompt` for its messages, and the answer."""
+    *history, last = messages
+    known = answer if answer and not answer.is_empty else None
+    return {
+        "text": last.content, "history": tuple(history), "asking": last if last.given else None,
+        "reference": known.content if known and known.content.strip() else None,
+        "answer": known if known and known.given else None,
+    }  # fmt: skip
+
 
 class LeftOut(ValueError):
     """A row that cannot be used, though nothing is wrong with its file."""
@@ -139,12 +189,17 @@ class Prompt:
     """A prompt, with its answer if the file has one.
 
     Attributes:
-        text: the prompt as text, without a chat template; of a chat, what the user says last.
+        text: the prompt as text, without a chat template; of a chat, that of its last message.
         category: results are reported for each.
         question_id: the number of its row if the file gives none.
-        reference: the answer; None if there is none.
-        history: the messages of a chat before ``text``.
+        reference: the answer's text; None if there is none.
+        history: the messages of a chat before the last one.
         source: name of its file, if that is of interest.
+        asking: the last message, if it is more than a text of the user's.
+        answer: the answer, if it is more than its text.
+        tools: what the assistant can call; None: nothing.
+        given: number of first messages that are no part of the answers (TRL's ``prompt``).
+        place: where its row is.
     """
 
     text: str
@@ -153,16 +208,58 @@ class Prompt:
     reference: str | None = None
     history: tuple[Message, ...] = ()
     source: str = ""
+    asking: Message | None = None
+    answer: Message | None = None
+    tools: Sequence[Any] | None = None
+    given: int = 0
+    place: str = ""
 
     @property
     def full_text(self) -> str:
         """The whole prompt as text, without roles."""
         return plain_text(self.text, self.history)
 
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages of the prompt."""
+        return (*self.history, self.asking or Message("user", self.text))
+
+    @property
+    def answered(self) -> Message | None:
+        """The message that answers it."""
+        told = self.reference is not None
+        return self.answer or (Message("assistant", str(self.reference)) if told else None)
+
+    def turns(self) -> list[Prompt]:
+        """A prompt for each of the assistant's turns, the last of which is this one."""
+        earlier = []
+        for place, message in enumerate(self.history):
+            before = self.history[place - 1] if place else None
+            answers = message.role == "assistant" and place >= self.given
+            if answers and before and before.role in ASKING:
+                earlier.append(replace(self, **_said(self.history[:place], message)))
+        return [*earlier, self]
+
+    def of(self, messages: Sequence[Message]) -> Prompt:
+        """The same with other messages."""
+        return replace(self, **_said(messages, self.answered))
+
+    def after(self, answers: Mapping[int, str]) -> Prompt:
+        """The prompt with other answers in its earlier turns, by their places. One that called a
+        tool stays, as what the tool said is the answer to that call."""
+        history = [
+            Message("assistant", answers[place])
+            if place in answers and not message.calls
+            else message
+            for place, message in enumerate(self.history)
+        ]
+        return replace(self, history=tuple(history))
+
 
 def plain_text(text: str, history: Sequence[Message] = ()) -> str:
     """A prompt without roles: all messages, with blank lines between them."""
-    return "\n\n".join([*(message.content for message in history), text])
+    said = [message.content for message in history if message.content or not message.given]
+    return "\n\n".join([*said, text])
 
 
 class Named(NamedTuple):
@@ -294,7 +391,7 @@ def _column_of(named: Named, data: Any) -> Any:
 
 def _dataset_rows(named: Named) -> Iterator[Row]:
     for number, fields in enumerate(load_named(named), start=1):
-        yield Row(f"{named.place}, row {number}", number, fields)
+        yield Row(f"{named.place}, row {number}", number, _of_arrow(fields))
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
@@ -313,7 +410,7 @@ def read(path: str | Path, parse: Callable[[Row], T]) -> Iterator[T]:
     A JSON array is read as a whole, other files in parts. An empty file has no rows. Rows that are
     :class:`LeftOut` are counted, and the log names the first.
     """
-    left_out: list[str] = []
+    left_out: list[tuple[str, str]] = []
     used, named = False, dataset_named(path)
     for row in _file_rows(Path(path)) if named is None else _dataset_rows(named):
         with explained(row.place, ValueError):
@@ -322,19 +419,26 @@ def read(path: str | Path, parse: Callable[[Row], T]) -> Iterator[T]:
             try:
                 parsed = parse(row)
             except LeftOut as error:
-                left_out.append(f"{row.place}: {error}")
+                left_out.append((row.place, str(error)))
                 continue
         used = True
         yield parsed
-    if left_out and not used:
-        raise ValueError(left_out[0])
-    log_left_out(left_out)
+    report_left_out(left_out, used)
 
 
-def log_left_out(rows: Sequence[str]) -> None:
-    """Warn of rows that are left out; each says where it is, and why."""
-    if rows:
-        logger.warning("rows that are left out: %d; the first: %s", len(rows), rows[0])
+def report_left_out(rows: Sequence[tuple[str, str]], used: bool) -> None:
+    """Warn of rows that are left out, of which each has its place and a reason; a ValueError if no
+    row is used."""
+    if not rows:
+        return
+    (place, why), *others = rows
+    if not used:
+        count = f" (and so are all {len(rows)} rows)" if others else ""
+        raise ValueError(f"{place}: {why}{count}")
+    named = "".join(f"; {other}" for other, _ in others[:NAMED])
+    if len(others) > NAMED:
+        named += f"; and {len(others) - NAMED} more"
+    logger.warning("rows that are left out: %d; the first: %s: %s%s", len(rows), place, why, named)
 
 
 def _json_rows(path: Path, file: io.BufferedReader) -> Iterator[Row]:
@@ -390,9 +494,20 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         batches = parquet.ParquetFile(path).iter_batches(batch_size=1000)
         rows = (fields for batch in batches for fields in batch.to_pylist())
         for number, fields in enumerate(rows, start=1):
-            yield Row(f"{path}, row {number}", number, fields)
+            yield Row(f"{path}, row {number}", number, _of_arrow(fields))
     except pyarrow.ArrowException as error:
         raise ValueError(f"cannot read {str(path)!r}: {error}") from error
+
+
+def _of_arrow(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a row of Arrow, whose objects have all fields that those of other rows have."""
+    return {name: _without_nulls(value) for name, value in fields.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def example(row: Row) -> Prompt:
@@ -404,24 +519,35 @@ def example(row: Row) -> Prompt:
             f"needs one of the fields {', '.join(PROMPT_FIELDS)}; it has "
             f"{', '.join(map(str, given)) or 'none'}"
         )
-    messages, answer = _prompt(name, given), ""
+    messages, answer = _prompt(name, given), None
+    start = 0
     if name not in CHATS or messages[-1].role != "assistant":
-        messages += _answer(given)
+        completion = _answer(given)
+        start = len(messages) if completion else 0
+        messages += completion
     if messages[-1].role == "assistant":
-        answer = messages.pop().content
-    if not messages or messages[-1].role != "user":
+        answer = messages.pop()
+    if not messages or messages[-1].role not in ASKING:
         role = messages[-1].role if messages else "assistant"
         kind = LeftOut if role in OF_TOOLS or (messages and messages[-1].given) else ValueError
-        raise kind(f"{name!r}: the last message must be the user's, it is the {role}'s")
-    *history, last = messages
-    if not last.content.strip():
+        raise kind(f"{name!r}: the last message must be the user's or a tool's, it is the {role}'s")
+    if messages[-1].is_empty and messages[-1].role == "user":
         raise ValueError(f"{name!r}: the user's last message is empty")
     category = str(given.get("category") or DEFAULT_CATEGORY)
     if category == ALL:
         raise ValueError(f"'category' must not be {ALL!r}, which is the name of the overall row")
-    reference = answer if answer.strip() else None
-    question_id = given.get("question_id", row.number)
-    return Prompt(last.content, category, question_id, reference, tuple(history))
+    return Prompt(
+        category=category, question_id=given.get("question_id", row.number), given=start,
+        tools=_tools(given.get(TOOLS)), place=row.place, **_said(messages, answer),
+    )  # fmt: skip
+
+
+def _tools(value: Any) -> list[Any] | None:
+    """The tools of a chat; None if there are none."""
+    found = parse_json(f"{TOOLS!r}", value) if isinstance(value, str) and value else value
+    if found and not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
+        raise ValueError(f"{TOOLS!r} must be a list of objects, or a text that holds one as JSON")
+    return found or None
 
 
 def _text(name: str, value: Any) -> str:
@@ -479,14 +605,32 @@ def _message(what: str, given: Any) -> Message:
     if not isinstance(role, str) or role not in (*ROLES, *OF_TOOLS):
         known = ", ".join((*ROLES, *OF_TOOLS))
         raise ValueError(f"{what} has the role {role!r}; it must be one of {known}")
+    role = ROLES.get(role, role)
+    more = {key: given[key] for key in given if key not in _FIELDS and given[key] is not None}
     if isinstance(content, list):
-        parts: list[Any] = [
-            part.get("text") if isinstance(part, dict) else part for part in content
-        ]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
-    if role in OF_TOOLS or given.get("tool_calls"):
-        text = content if isinstance(content, str) else ""
-        return Message(ROLES.get(role, role), text, {**given, "role": ROLES.get(role, role)})
-    if not isinstance(content, str):
+        content = _joined(content)
+    thinks = isinstance(content, list) and all(
+        _is_thought(part) or _text_of(part) is not None for part in content
+    )
+    known = isinstance(content, str) or thinks or (content is None and bool(more))
+    if not known and role not in OF_TOOLS:
         raise ValueError(f"{what} must hold text, or a list of parts that are all text")
-    return Message(ROLES[role], content)
+    whole = {**more, "role": role, "content": content} if role in OF_TOOLS or more or thinks else {}
+    said = content if isinstance(content, list) else [content]
+    return Message(role, "".join(filter(None, map(_text_of, said))), whole or None)
+
+
+def _joined(parts: list[Any]) -> Any:
+    """The text of parts that are all text, which is what most templates take; else the parts."""
+    texts = list(map(_text_of, parts))
+    return parts if None in texts else "".join(filter(None, texts))
+
+
+def _text_of(part: Any) -> str | None:
+    """The text of a part of a message; None if it is something else."""
+    found = part.get("text") if isinstance(part, dict) and not _is_thought(part) else part
+    return found if isinstance(found, str) else None
+
+
+def _is_thought(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in THOUGHTS

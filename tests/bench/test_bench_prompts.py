@@ -37,22 +37,23 @@ def test_chat_template_is_applied_when_there_is_one():
 def test_long_prompt_is_cut_at_its_beginning_inside_the_template():
     tokenizer = make_tokenizer()
     text = "".join(chr(ord("a") + i % 26) for i in range(500))
-    ids, cut = encode_within(tokenizer, text, 100)
+    ids, cut = encode_within(tokenizer, Prompt(text), 100)
     decoded = tokenizer.decode(ids)
     assert cut and 90 <= len(ids) <= 100
     assert decoded.startswith("<|user|>") and decoded.endswith("<|end|><|assistant|>")
     assert text.endswith(decoded.removeprefix("<|user|>").removesuffix("<|end|><|assistant|>"))
-    assert encode_within(tokenizer, "short", 100) == (encode(tokenizer, "short"), False)
-    assert encode_within(tokenizer, text, None)[1] is False
+    assert encode_within(tokenizer, Prompt("short"), 100) == (encode(tokenizer, "short"), False)
+    assert encode_within(tokenizer, Prompt(text), None)[1] is False
 
 
 def test_of_a_long_chat_the_oldest_turns_are_left_out_first():
     tokenizer = make_tokenizer()
     history = [Message("system", "S"), Message("user", "a" * 40), Message("assistant", "b" * 40)]
     history += [Message("user", "c" * 20), Message("assistant", "d" * 20)]
+    prompt = Prompt("the end", history=tuple(history))
 
     def within(limit):
-        ids, cut = encode_within(tokenizer, "the end", limit, history)
+        ids, cut = encode_within(tokenizer, prompt, limit)
         assert len(ids) <= limit and cut == (limit < 256)
         return tokenizer.decode(ids).replace("<|end|>", "").removesuffix("<|assistant|>")
 
@@ -64,7 +65,7 @@ def test_of_a_long_chat_the_oldest_turns_are_left_out_first():
     assert within(40) == system + end
     assert within(23).startswith(system) and within(23).endswith("end") and len(within(23)) < 29
     with pytest.raises(ValueError, match="template and the system message take .* leaves 5"):
-        encode_within(tokenizer, "the end", 5, history)
+        encode_within(tokenizer, prompt, 5)
 
 
 def test_a_template_that_refuses_a_role_is_reported_with_the_prompt():

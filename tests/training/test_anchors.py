@@ -5,7 +5,13 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import TrainerState
 
-from hf_spec.tools.training.dataset import AnswerDataset, NewAnchors, SimilarLengths, collate
+from hf_spec.tools.training.dataset import (
+    AnswerDataset,
+    NewAnchors,
+    SimilarLengths,
+    answers_of,
+    collate,
+)
 
 ROWS = [
     {"prompt_ids": list(range(100, 104)), "answer_ids": list(range(10, 40))},
@@ -30,6 +36,21 @@ def test_anchors_lie_where_there_is_something_to_predict():
     assert len(cut["input_ids"]) == 9 and cut["anchors"].tolist() == [3, 4, 5, 6]
     with pytest.raises(ValueError, match="num_anchors=0"):
         AnswerDataset(ROWS, num_anchors=0)
+
+
+def test_anchors_lie_in_all_answers_of_a_chat():
+    """The prompt holds two: tokens 2 to 4, and 7, after which there is nothing to ask for."""
+    row = {"prompt_ids": list(range(100, 110)), "answer_ids": [10, 11, 12]}
+    row["earlier_answers"] = [[2, 5], [7, 8]]
+    example = AnswerDataset([row])[0]
+    ids, learned = example["input_ids"].tolist(), {2, 3, 4, 7, 10, 11, 12}
+    assert ids == row["prompt_ids"] + row["answer_ids"]
+    assert example["labels"].tolist() == [
+        token if place in learned else -100 for place, token in enumerate(ids)
+    ]
+    assert example["anchors"].tolist() == [1, 2, 9, 10]
+    assert AnswerDataset([row], max_length=4)[0]["labels"].tolist() == [-100, -100, 102, 103]
+    assert [*answers_of([row])] == [[102, 103, 104], [107], [10, 11, 12]]
 
 
 def test_anchors_depend_on_seed_epoch_and_row_alone():

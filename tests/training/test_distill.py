@@ -203,6 +203,101 @@ def test_batches_hold_each_prompt_once_and_similar_lengths():
     assert work.batches([5, 9, 1, 9, 7, 3, 2], 3) == [[1, 3, 4], [0, 5, 6], [2]]
 
 
+# ------------------------------------------------------------------------------- turns of chats
+
+USER, TOOL = {"role": "user", "content": "ab"}, {"role": "tool", "content": "42"}
+SAYS = {"role": "assistant", "content": "what the file says"}
+CALL = {
+    "role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}],
+}  # fmt: skip
+#: The first has no answer to its end; in the second a tool is called.
+CHATS = [
+    [{"role": "system", "content": "s"}, USER, SAYS, {**USER, "content": "c"}, SAYS, USER],
+    [USER, CALL, TOOL, SAYS, {**USER, "content": "d?"}, SAYS],
+    [{**USER, "content": "one turn"}],
+    [USER, SAYS, {**USER, "content": "e e"}, SAYS],
+]
+CALLS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% if m.tool_calls %}[{{ m.tool_calls[0].function.name }}]{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def talking(root: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """A folder with a model for chats and the chats, and the answers to all turns, worked out with
+    plain ``generate``."""
+    folder = root / "talking"
+    shutil.copytree(root / "m", folder / "m")
+    model = AutoModelForCausalLM.from_pretrained(folder / "m", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "m")
+    tokenizer.chat_template = CALLS
+    tokenizer.save_pretrained(folder / "m")
+    write_prompts(folder / "chats.jsonl", [{"messages": chat} for chat in CHATS])
+    rows = []
+    for line, chat in enumerate(CHATS, start=1):
+        messages: list[Any] = []
+        for message in [*chat, *([SAYS] if chat[-1]["role"] == "user" else [])]:
+            if message["role"] != "assistant":
+                messages.append(message)
+                continue
+            prompt = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True
+            )["input_ids"]  # fmt: skip
+            out = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+            answer = out[0, len(prompt) :].tolist()
+            text = tokenizer.decode([i for i in answer if i > 3])
+            rows.append((line, prompt, answer))
+            messages.append(message if "tool_calls" in message else {**SAYS, "content": text})
+    return folder, [
+        {"prompt_ids": prompt, "answer_ids": answer, "question_id": str(line), "index": index}
+        for index, (line, prompt, answer) in enumerate(rows)
+    ]
+
+
+def said(output: Path) -> list[dict[str, Any]]:
+    names = ("prompt_ids", "answer_ids", "question_id", "index")
+    return [{name: row[name] for name in names} for row in rows_of(output)]
+
+
+def test_every_turn_is_answered_after_the_model_s_own_answers(talking, tmp_path, caplog):
+    """Also if it is interrupted within the second turns. By default the last turns are answered, in
+    chats as the file has them; prompts that the template refuses are left out."""
+    folder, oracle = talking
+    more = ("--prompts", str(folder / "chats.jsonl"), "--batch-size", "2")
+    assert distill(folder, tmp_path / "all", *more, "--turns", "all") == 0
+    assert said(tmp_path / "all") == oracle and read_provenance(tmp_path / "all")["rows"] == 9
+    with killed_after(3, torn=50):
+        distill(folder, tmp_path / "cut", *more, "--turns", "all")
+    assert distill(folder, tmp_path / "cut", *more, "--turns", "all") == 0
+    assert lines_of(tmp_path / "cut") == lines_of(tmp_path / "all")
+    assert distill(folder, tmp_path / "last", *more) == 0
+    last = said(tmp_path / "last")
+    assert [row["question_id"] for row in last] == ["1", "2", "3", "4"]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "m")
+    assert "what the file says" in tokenizer.decode(last[3]["prompt_ids"])
+    assert distill(folder, tmp_path / "last", *more, "--turns", "all") == 2
+
+
+def test_rows_that_a_template_refuses_are_left_out(talking, tmp_path, caplog, capsys):
+    folder, oracle = talking
+    shutil.copytree(folder / "m", tmp_path / "m")
+    start = "{% for m in messages %}"
+    refuses = start + "{{ raise_exception('no tools') if m.role == 'tool' }}"
+    (tmp_path / "m" / "chat_template.jinja").write_text(CALLS.replace(start, refuses))
+    more = ("--prompts", str(folder / "chats.jsonl"), "--turns", "all")
+    assert distill(tmp_path, tmp_path / "out", *more) == 0
+    assert "left out: 1; the first: " in caplog.text and "chats.jsonl, line 2: " in caplog.text
+    expected = [row for row in oracle if row["question_id"] != "2"]
+    assert said(tmp_path / "out") == [{**row, "index": i} for i, row in enumerate(expected)]
+    only = write_prompts(tmp_path / "only.jsonl", [{"messages": CHATS[1]}])
+    assert distill(tmp_path, tmp_path / "none", "--prompts", str(only)) == 2
+    assert "only.jsonl, line 1: the tokenizer's chat template refuses" in capsys.readouterr().err
+    assert distill(tmp_path, tmp_path / "none", "--turns", "first") == 2
+    assert "--turns='first'" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------------- interruptions
 
 

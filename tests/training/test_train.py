@@ -294,6 +294,9 @@ def test_sequences_cut_before_their_answers(caplog):
     assert "in 1 of 2 sequences the first max_length=7 tokens" in caplog.text
     with pytest.raises(ValueError, match="in 2 of 2 sequences the first max_length=3.*raise it"):
         check_lengths(rows, 3)
+    caplog.clear()
+    check_lengths(rows.add_column("earlier_answers", [[[1, 3]], [[0, 1]]]), 3)
+    assert "in 1 of 2 sequences" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 :mod:`hf_spec.tools.data` says what files may hold.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 from jinja2 import TemplateError
 
 from hf_spec.core.checks import explained, first_line
-from hf_spec.tools.data import LeftOut, Message, Prompt, example, log_left_out, plain_text, read
+from hf_spec.tools.data import LeftOut, Message, Prompt, example, plain_text, read, report_left_out
 
 #: Prompts for those who bring none: four of each of six tasks, written for this package.
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
 #: A tokenizer without a limit of its own has a ``model_max_length`` of 1e30.
 NO_LIMIT = 10**9
+#: Begins what the assistant says, in chat templates that mark it.
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -67,41 +70,50 @@ def context_limit(model: Any, tokenizer: Any) -> int | None:
 
 
 def encode(
-    tokenizer: Any, text: str, history: Sequence[Message] = (), **template: Any
+    tokenizer: Any, text: str | Message, history: Sequence[Message] = (), **template: Any
 ) -> list[int]:
-    """Token ids of what the user says after the messages of ``history``; a ValueError if the chat
-    template, of which ``template`` are variables, refuses them. Without one, blank lines separate
-    messages."""
+    """Token ids of what is said after the messages of ``history``, a text by the user; a ValueError
+    if the chat template, of which ``template`` are variables, refuses them. Without one, blank
+    lines separate messages."""
+    last = Message("user", text) if isinstance(text, str) else text
     if getattr(tokenizer, "chat_template", None):
-        chat = [message.for_template for message in (*history, Message("user", text))]
-        try:
-            encoded = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, tokenize=True, return_dict=True, **template
-            )
-        except (TemplateError, TypeError) as error:  # of a content that is null, say
-            roles = ", ".join(message["role"] for message in chat)
-            raise LeftOut(
-                f"the tokenizer's chat template refuses messages of the roles {roles}: "
-                f"{first_line(error)}"
-            ) from error
-    else:
-        encoded = tokenizer(plain_text(text, history), verbose=False)
-    return list(encoded["input_ids"])
+        chat = (*history, last)
+        return list(rendered(tokenizer, chat, add_generation_prompt=True, **template)["input_ids"])
+    return list(tokenizer(plain_text(last.content, history), verbose=False)["input_ids"])
 
 
-def usable(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts that the tokenizer's chat template takes; the log counts the others. A ValueError
-    if there is none."""
+def rendered(tokenizer: Any, messages: Sequence[Message], **template: Any) -> Any:
+    """What the chat template makes of messages, with ``input_ids``; a ValueError if it refuses
+    them."""
+    chat = [message.for_template for message in messages]
+    given = {name: value for name, value in template.items() if value is not None}
+    try:
+        return tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True, **given)
+    # A template may also fail: at a content that is null, say, or at a tool that is none.
+    except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+        roles = ", ".join(message["role"] for message in chat)
+        raise LeftOut(
+            f"the tokenizer's chat template refuses messages of the roles {roles}: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt; see :func:`encode`."""
+    return encode(tokenizer, prompt.asking or prompt.text, prompt.history, tools=prompt.tools)
+
+
+def usable(tokenizer: Any, prompts: Sequence[Prompt], room: int | None = None) -> list[Prompt]:
+    """The prompts that the tokenizer's chat template takes, and that can be cut to so many tokens;
+    the log counts the others. A ValueError if there is none."""
     found, refused = [], []
     for prompt in prompts:
         try:
-            encode(tokenizer, prompt.text, prompt.history)
+            encode_within(tokenizer, prompt, room)
             found.append(prompt)
         except LeftOut as error:
-            refused.append(f"{prompt.source or 'prompt'}, row {prompt.question_id}: {error}")
-    if refused and not found:
-        raise ValueError(refused[0])
-    log_left_out(refused)
+            refused.append((prompt.place or f"prompt {prompt.question_id!r}", str(error)))
+    report_left_out(refused, bool(found))
     return found
 
 
@@ -112,39 +124,117 @@ def encode_answer(tokenizer: Any, text: str) -> list[int]:
     return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
 
-def encode_within(
-    tokenizer: Any, text: str, limit: int | None, history: Sequence[Message] = ()
-) -> tuple[list[int], bool]:
+def encode_turns(tokenizer: Any, turns: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """The answers to the turns of a chat as training examples: ``prompt_ids``, ``answer_ids`` and
+    ``earlier_answers``, where in the prompt other answers that are learned begin and end.
+
+    A template that marks what the assistant says (``{% generation %}``) gives one example. Of
+    others, a turn's prompt mostly begins with the turn before and its answer, and belongs to one
+    example with it. Where it does not, as where a template drops earlier thoughts, each is one.
+    """
+    if marks_answers(tokenizer):
+        return _marked(tokenizer, turns)
+    examples: list[dict[str, Any]] = []
+    for turn in turns:
+        assert turn.answered is not None
+        prompt_ids = encode_prompt(tokenizer, turn)
+        answer_ids = _answer_ids(tokenizer, turn, prompt_ids)
+        earlier: list[list[int]] = []
+        if examples:
+            last = examples[-1]
+            start, end = len(last["prompt_ids"]), len(last["prompt_ids"]) + len(last["answer_ids"])
+            if prompt_ids[:end] == last["prompt_ids"] + last["answer_ids"]:
+                earlier = [*last["earlier_answers"], [start, end]]
+                examples.pop()
+        ids = {"prompt_ids": prompt_ids, "answer_ids": answer_ids, "earlier_answers": earlier}
+        examples.append({"prompt": turn.full_text, "answer": turn.answered.content, **ids})
+    return examples
+
+
+def marks_answers(tokenizer: Any) -> bool:
+    """Whether the chat template marks what the assistant says."""
+    template = getattr(tokenizer, "chat_template", None)
+    return isinstance(template, str) and GENERATION.search(template) is not None
+
+
+def _marked(tokenizer: Any, turns: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """The example of a chat, by the marks of its template."""
+    first, last = turns[0], turns[-1]
+    assert last.answered is not None
+    found = rendered(
+        tokenizer, (*last.messages, last.answered), tools=last.tools,
+        return_assistant_tokens_mask=True,
+    )  # fmt: skip
+    ids, marks = list(found["input_ids"]), [0, *found["assistant_masks"], 0]
+    edges = [place for place in range(len(marks) - 1) if marks[place] != marks[place + 1]]
+    # Answers before the first turn are given.
+    since = len(encode_prompt(tokenizer, first)) if first.history else 0
+    spans = [[start, end] for start, end in zip(edges[::2], edges[1::2]) if end > since]
+    if not spans:
+        raise LeftOut("the tokenizer's chat template marks none of it as the assistant's")
+    *earlier, (start, end) = spans
+    return [
+        {
+            "prompt": last.full_text, "answer": last.answered.content, "prompt_ids": ids[:start],
+            "answer_ids": ids[start:end], "earlier_answers": earlier,
+        }
+    ]  # fmt: skip
+
+
+def _answer_ids(tokenizer: Any, turn: Prompt, prompt_ids: list[int]) -> list[int]:
+    """Token ids of the answer to a turn: of a text with EOS behind it; of calls and thoughts what
+    the chat template puts behind the prompt, up to EOS."""
+    assert turn.answered is not None
+    if turn.answered.is_text:
+        return encode_answer(tokenizer, turn.answered.content)
+    if not getattr(tokenizer, "chat_template", None):
+        raise LeftOut("calls of tools and thoughts need a chat template, which there is not")
+    chat = (*turn.messages, turn.answered)
+    whole = list(rendered(tokenizer, chat, tools=turn.tools)["input_ids"])
+    answer_ids = whole[len(prompt_ids) :]
+    if whole[: len(prompt_ids)] != prompt_ids or not answer_ids:
+        raise LeftOut(
+            "the tokenizer's chat template does not put the answer behind the prompt, so that it "
+            "is not known which tokens are the assistant's"
+        )
+    eos = tokenizer.eos_token_id
+    return answer_ids[: answer_ids.index(eos) + 1] if eos in answer_ids else answer_ids
+
+
+def encode_within(tokenizer: Any, prompt: Prompt, limit: int | None) -> tuple[list[int], bool]:
     """At most ``limit`` token ids, and whether the prompt had to be cut.
 
     The oldest turns are left out first; system messages stay. Then the *text* is cut at its
     beginning, before the chat template is applied. A cut prompt is thus still a well-formed chat,
     and it keeps its end, where the question usually is.
     """
-    ids, cut = encode(tokenizer, text, history), False
+    ids, cut = encode_prompt(tokenizer, prompt), False
     while limit is not None and len(ids) > limit:
-        shorter = _without_oldest_turn(history)
-        if len(shorter) < len(history):
-            history = shorter
-        elif text:
+        shorter = _without_oldest_turn(prompt.messages)
+        if len(shorter) < len(prompt.messages):
+            prompt = prompt.of(shorter)
+        elif prompt.text:
             # Drop the same share of characters as of tokens, at least one.
-            text = text[max(1, len(text) * (len(ids) - limit) // len(ids)) :]
+            text = prompt.text[max(1, len(prompt.text) * (len(ids) - limit) // len(ids)) :]
+            prompt = prompt.of([*prompt.history, prompt.messages[-1].saying(text)])
         else:
-            system = " and the system message take" if history else " alone takes"
-            raise ValueError(
+            system = " and the system message take" if prompt.history else " alone takes"
+            raise LeftOut(
                 f"the chat template{system} {len(ids)} tokens, but the model's context leaves "
                 f"{limit} beside the new tokens; lower --max-new-tokens"
             )
-        ids, cut = encode(tokenizer, text, history), True
+        ids, cut = encode_prompt(tokenizer, prompt), True
     return ids, cut
 
 
-def _without_oldest_turn(history: Sequence[Message]) -> Sequence[Message]:
-    """The messages without those from the first that is not the system's to the next question."""
-    roles = [message.role for message in history]
+def _without_oldest_turn(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages without those from the first that is not the system's to the next question; all
+    if there is none."""
+    roles = [message.role for message in messages]
     start = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
-    end = roles.index("user", start + 1) if "user" in roles[start + 1 :] else len(roles)
-    return [*history[:start], *history[end:]]
+    if "user" not in roles[start + 1 :]:
+        return messages
+    return [*messages[:start], *messages[roles.index("user", start + 1) :]]
 
 
 def encode_prompts(
@@ -152,18 +242,23 @@ def encode_prompts(
 ) -> tuple[list[list[int]], int]:
     """Token ids of each prompt, and the number of prompts that were cut (:func:`encode_within`) to
     leave room for new tokens in the model's context; a ValueError if there is none for a prompt."""
+    room, encoded = room_for_prompts(model, tokenizer, new_tokens), []
+    for prompt in prompts:
+        with explained(f"prompt {prompt.question_id!r}", ValueError):
+            encoded.append(encode_within(tokenizer, prompt, room))
+    return [ids for ids, _ in encoded], sum(cut for _, cut in encoded)
+
+
+def room_for_prompts(model: Any, tokenizer: Any, new_tokens: int) -> int | None:
+    """Tokens of a prompt that leave room for new ones in the model's context; None if that is
+    unknown, a ValueError if there is no room."""
     limit = context_limit(model, tokenizer)
-    room = None if limit is None else limit - new_tokens
-    if room is not None and room < 1:
+    if limit is not None and limit <= new_tokens:
         raise ValueError(
             f"max_new_tokens={new_tokens} leaves no room for a prompt in the model's context of "
             f"{limit} tokens; lower it"
         )
-    encoded = []
-    for prompt in prompts:
-        with explained(f"prompt {prompt.question_id!r}", ValueError):
-            encoded.append(encode_within(tokenizer, prompt.text, room, prompt.history))
-    return [ids for ids, _ in encoded], sum(cut for _, cut in encoded)
+    return None if limit is None else limit - new_tokens
 
 
 def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[int]]:

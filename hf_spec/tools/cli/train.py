@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from typer import Argument, CallbackParam, Context, Option, echo
 
-from hf_spec.core.checks import explained, nearest
+from hf_spec.core.checks import check_choice, explained, nearest
 from hf_spec.files import exclusive
 from hf_spec.tools.cli import common as opt
 from hf_spec.tools.cli.common import Command, check_writable, explained_interrupt, require
@@ -114,6 +114,21 @@ Strategy = Annotated[
 Adapter = Annotated[str | None, Option(help="The strategy's adapter, folder or repository.")]
 
 
+def _turns(value: str) -> str:
+    check_choice("--turns", value, ("last", "all"))
+    return value
+
+
+Turns = Annotated[
+    str,
+    Option(
+        callback=_turns,
+        help="last: the last message of a chat that is not the assistant's is answered. all: each "
+        "that the assistant answered there is, in chats that go on with the model's own answers.",
+    ),
+]
+
+
 def distill(
     model: opt.Model,
     output: opt.Output,
@@ -121,6 +136,7 @@ def distill(
     limit: Limit = None,
     max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[int, Option(min=1, help="Prompts generated together.")] = 8,
+    turns: Turns = "last",
     strategy: Strategy = None,
     strategy_kwargs: opt.Kwargs = None,
     adapter: Adapter = None,
@@ -166,7 +182,7 @@ def distill(
     drafts: dict[str, Any] = {"assistant_strategy": AUTO} if contender is None else contender.kwargs
     settings = {
         "model": model, "prompts": files, "limit": limit, "max_new_tokens": max_new_tokens,
-        "batch_size": batch_size, "strategy": drafts.get("assistant_strategy"),
+        "batch_size": batch_size, "turns": turns, "strategy": drafts.get("assistant_strategy"),
         "strategy_kwargs": drafts.get("assistant_kwargs", {}), "adapter": adapter,
         "dtype": dtype, "seed": seed, "temperature": None, "top_k": None, "top_p": None, **sampling,
     }  # fmt: skip

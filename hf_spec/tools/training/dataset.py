@@ -22,7 +22,7 @@ from hf_spec.files import read_json
 from hf_spec.modeling_patches.modules import unwrapped
 from hf_spec.predict.markov import common_tokens
 from hf_spec.target.sequences import IGNORED
-from hf_spec.tools.bench.prompts import encode, encode_answer
+from hf_spec.tools.bench.prompts import encode_turns
 from hf_spec.tools.data import (
     ANSWER_FIELDS,
     SAVED,
@@ -43,9 +43,25 @@ logger = logging.getLogger(__name__)
 
 #: A folder of ``hf-spec distill``: a JSON line per answer, and how they are made.
 ANSWERS, PROVENANCE = "answers.jsonl", "provenance.json"
+#: A column of lists: where other answers in a prompt begin and end, which are learned, too.
+EARLIER = "earlier_answers"
 #: How names of data files in a folder end. ``.json`` files count where there are no others, as a
 #: data set may have some that describe it.
 SUFFIXES = (".parquet", ".jsonl", ".json")
+
+
+def spans(row: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Where the answers of a row begin and end in its tokens."""
+    prompt = len(row["prompt_ids"])
+    last = prompt, prompt + len(row["answer_ids"])
+    return [*((start, end) for start, end in row.get(EARLIER) or ()), last]
+
+
+def answers_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[Sequence[int]]:
+    """Token ids of all answers of rows."""
+    for row in rows:
+        ids = [*row["prompt_ids"], *row["answer_ids"]]
+        yield from (ids[start:end] for start, end in spans(row))
 
 
 class AnswerDataset(Dataset[dict[str, Tensor]]):
@@ -56,7 +72,8 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
     processes, and after an interruption.
 
     Args:
-        rows: ``prompt_ids`` and ``answer_ids`` by index, such as a ``datasets.Dataset``.
+        rows: ``prompt_ids`` and ``answer_ids`` by index, such as a ``datasets.Dataset``; and
+            perhaps :data:`EARLIER`.
         num_anchors: largest number of anchors per sequence.
         max_length: longer sequences are cut at the end; None for no limit.
         random: if False, anchors are evenly spaced and always the same.
@@ -89,11 +106,12 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
         row = self.rows[index]
         prompt, answer = list(row["prompt_ids"]), list(row["answer_ids"])
         ids = torch.tensor((prompt + answer)[: self.max_length], device="cpu")
-        labels = ids.clone()
-        labels[: len(prompt)] = IGNORED
+        labels = torch.full_like(ids, IGNORED)
+        for start, end in spans(row):
+            labels[start:end] = ids[start:end]
         # The token after an anchor is certain; probes predict those that follow it.
-        first, last = max(len(prompt) - 1, 0), len(ids) - 3
-        places = torch.arange(first, max(last + 1, first), device="cpu")
+        answered = labels != IGNORED
+        places = (answered[1:-1] & answered[2:]).nonzero()[:, 0]
         if len(places) > self.num_anchors and self.random:
             chosen = torch.randperm(len(places), generator=self.generator(index), device="cpu")
             places = places[chosen[: self.num_anchors].sort().values]
@@ -167,8 +185,9 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> datasets.Dataset:
         tokenizer: makes tokens of texts, with EOS behind an answer.
 
     Returns:
-        ``prompt_ids`` and ``answer_ids``; of texts also ``prompt`` and ``answer``; of ``hf-spec
-        distill`` all columns, in the order of the prompts.
+        ``prompt_ids`` and ``answer_ids``; of texts also ``prompt``, ``answer`` and
+        :data:`EARLIER`, as all turns of the assistant's are answers; of ``hf-spec distill`` all
+        columns, in the order of the prompts.
     """
     import datasets
 
@@ -182,13 +201,16 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> datasets.Dataset:
     sources: dict[str, Any] = {
         "paths": places, "tokenizer": tokenizer, "distilled": bool(provenance),
     }  # fmt: skip
-    if next(_rows(**sources), None) is None:
+    first = next(_rows(**sources), None)
+    if first is None:
         raise ValueError(f"{str(folder)!r} is empty: its files hold no rows")
     # A tuple: datasets takes lists for parts of the data, which it shares among processes.
     stats = tuple((path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
     try:
         with quiet():
-            data = datasets.Dataset.from_generator(_rows, gen_kwargs={**sources, "stats": stats})
+            data = datasets.Dataset.from_generator(
+                _rows, gen_kwargs={**sources, "stats": stats}, features=_columns(first)
+            )
     except datasets.exceptions.DatasetGenerationError as error:
         if isinstance(error.__cause__, ValueError):
             raise error.__cause__ from None  # it names the place
@@ -201,6 +223,19 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> datasets.Dataset:
             "it again, or make it again with hf-spec distill"
         )
     return data.select(np.argsort(data["index"][:]))
+
+
+def _columns(row: Mapping[str, Any]) -> Any:
+    """The types of columns, where those of the first row may not tell them; else None."""
+    import datasets
+
+    if EARLIER not in row:
+        return None
+    number, text = datasets.Value("int64"), datasets.Value("string")
+    ids, found = datasets.Sequence(number), {"prompt": text, "answer": text}
+    return datasets.Features(
+        {**found, "prompt_ids": ids, "answer_ids": ids, EARLIER: datasets.Sequence(ids)}
+    )
 
 
 def split(rows: Any, held_out: int) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -270,26 +305,23 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     """The rows of files; ``stats`` tells the contents of a file apart in the cache of datasets."""
 
-    def parse(row: Row) -> dict[str, Any]:
+    def parse(row: Row) -> list[dict[str, Any]]:
         if set(row.fields) >= set(TOKEN_COLUMNS):
             ids = {name: _ids(name, row.fields[name]) for name in TOKEN_COLUMNS}
-            return row.fields if distilled else ids
-        prompt = example(row)
-        if prompt.reference is None:
+            return [row.fields if distilled else ids]
+        turns = [turn for turn in example(row).turns() if turn.answered is not None]
+        if not turns:
             raise ValueError(
                 f"has no answer to train on: give a text in {', '.join(ANSWER_FIELDS)}, or a last "
                 "message of the assistant's"
             )
         if tokenizer is None:
             raise ValueError("holds texts: give the tokenizer of the model, too")
-        return {
-            "prompt": prompt.full_text, "answer": prompt.reference,
-            "prompt_ids": encode(tokenizer, prompt.text, prompt.history),
-            "answer_ids": encode_answer(tokenizer, prompt.reference),
-        }  # fmt: skip
+        return encode_turns(tokenizer, turns)
 
     for path in paths:
-        yield from read(path, parse)
+        for rows in read(path, parse):
+            yield from rows
 
 
 def _ids(name: str, value: Any) -> list[int]:

@@ -1,7 +1,8 @@
 """Generates training data: a model's own answers to prompts, which it may write itself.
 
 The prompts are divided into batches of similar length. The answers of a batch depend only on the
-settings and its number, not on interruptions or the number of processes.
+settings and its number, not on interruptions or the number of processes. Where all turns of chats
+are answered, the first ones of all chats are before the second ones, whose prompts hold them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jinja2 import TemplateError
@@ -25,9 +26,15 @@ from hf_spec.decoding.call import UNTRAINED, choose
 from hf_spec.files import read_json, write_atomically, write_json, writing
 from hf_spec.tools.bench.contenders import Contender, contender_of
 from hf_spec.tools.bench.environment import environment_of
-from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread, usable
+from hf_spec.tools.bench.prompts import (
+    encode_prompts,
+    read_prompts,
+    room_for_prompts,
+    spread,
+    usable,
+)
 from hf_spec.tools.bench.runner import Session
-from hf_spec.tools.data import Prompt, label, progress_bar, read, sha256
+from hf_spec.tools.data import ALL, Prompt, label, progress_bar, read, sha256
 from hf_spec.tools.loading import chosen_device
 from hf_spec.tools.training.dataset import ANSWERS, PROVENANCE
 
@@ -40,6 +47,17 @@ logger = logging.getLogger(__name__)
 Answered = tuple[float, int, list[dict[str, Any]]]
 #: Settings that are arguments of ``generate``; None is the model's own number.
 ARGUMENTS = ("do_sample", "max_new_tokens", "temperature", "top_k", "top_p")
+
+
+class Answer(NamedTuple):
+    """An answer's number of tokens, and its text."""
+
+    length: int
+    text: str
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Answer:
+        return cls(len(row["answer_ids"]), row["answer"])
 
 
 class AnswerFolder:
@@ -78,10 +96,9 @@ class AnswerFolder:
                 logger.warning("%s: the last line was cut off and is made again", self.answers)
             file.truncate(whole)
 
-    def lengths(self) -> dict[int, int]:
-        """Number of tokens of each answer, by the index of its prompt."""
-        answers = read(self.answers, lambda row: row.fields)
-        return {answer["index"]: len(answer["answer_ids"]) for answer in answers}
+    def made(self) -> dict[int, Answer]:
+        """The answers, by the index of their prompts."""
+        return {row["index"]: Answer.of(row) for row in read(self.answers, lambda row: row.fields)}
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append answers."""
@@ -151,39 +168,37 @@ def distill(
             of ``prompts`` the name of each file by its SHA-256, none where the model wrote them.
         contender: the strategy that ``settings`` names; None for the one that fits the model.
     """
-    prompts = usable(tokenizer, prompts)
-    token_ids, truncated = encode_prompts(model, tokenizer, prompts, settings["max_new_tokens"])
+    room = room_for_prompts(model, tokenizer, settings["max_new_tokens"])
+    chats = [
+        one.turns() if settings["turns"] == ALL else [one]
+        for one in usable(tokenizer, prompts, room)
+    ]
     facts = _facts(model, tokenizer, settings)
     folder.check(facts)
     state.wait_for_everyone()  # no process writes before all have looked
-    everything = batches([len(ids) for ids in token_ids], settings["batch_size"])
     if contender is None:
         strategy = choose(model).strategy  # which fits the model, as auto finds it
         contender = contender_of(strategy, default_options(strategy))
     facts["chosen"] = contender.kwargs
     given = {name: settings[name] for name in ARGUMENTS if settings[name] is not None}
     with Session.open(model, tokenizer, given, [contender]) as session:
-
-        def answer(number: int, indices: list[int]) -> Answered:
-            seed_batch(settings["seed"], number)
-            batch = [token_ids[index] for index in indices]
-            seconds, answers, steps, _ = session.generate(contender, batch)
-            pairs = zip(indices, batch, answers)
-            return seconds, steps, [_row(tokenizer, i, prompts[i], *ids) for i, *ids in pairs]
-
         if state.is_main_process:
             folder.begin(facts)
         state.wait_for_everyone()
-        lengths, measured = _answer_all(answer, everything, folder, state)
+        work = Work(tokenizer, session, contender, settings, folder, state)
+        for number in range(max(map(len, chats))):
+            work.answer_turn(chats, number)
+        state.wait_for_everyone()
     environment = environment_of(model, settings["model"], None)
     for name in ("model", "prompts", "prompts_sha256", "argv"):  # known, or of this machine
         del environment[name]
-    total = sum(lengths.values())
+    total = sum(answer.length for answer in work.made.values())
     provenance = {
         **facts, "model_revision": getattr(model.config, "_commit_hash", None),
-        "truncated_prompts": truncated, "processes": state.num_processes,
-        "environment": environment, "rows": len(prompts),
-        "answer_tokens": total, "mean_answer_tokens": total / len(prompts), "measured": measured,
+        "truncated_prompts": work.truncated, "processes": state.num_processes,
+        "environment": environment, "rows": len(work.made),
+        "answer_tokens": total, "mean_answer_tokens": total / len(work.made),
+        "measured": work.measured,
     }  # fmt: skip
     if state.is_main_process:
         write_json(folder.provenance, provenance)
@@ -191,35 +206,88 @@ def distill(
     return provenance
 
 
-def _answer_all(
-    answer: Callable[[int, list[int]], Answered], everything: Sequence[list[int]],
-    folder: AnswerFolder, state: PartialState,
-) -> tuple[dict[int, int], dict[str, float]]:  # fmt: skip
-    """Fill the folder with the batches that it lacks, which processes share; returns the number of
-    tokens of each answer by the index of its prompt, and what was measured."""
-    from accelerate.utils import gather_object
+class Work:
+    """What a run does: fills the folder with the answers that it lacks, turn by turn.
 
-    tokens, steps, seconds, lengths = 0, 0, 0.0, folder.lengths()
-    work = [(i, batch) for i, batch in enumerate(everything) if not lengths.keys() >= {*batch}]
-    state.wait_for_everyone()
-    with progress_bar("answering", state.is_main_process) as progress:
-        for start in range(0, len(work), state.num_processes):
-            done = len(everything) - len(work) + start
-            speed = f"{state.num_processes * tokens / seconds:,.0f} tokens/s" if tokens else ""
-            progress(done, len(everything), note=speed)
-            own = work[start : start + state.num_processes][state.process_index :][:1]
-            for spent, taken, rows in gather_object([answer(*one) for one in own]):
-                seconds, steps = seconds + spent, steps + taken
-                tokens += sum(len(row["answer_ids"]) for row in rows)
-                new = [row for row in rows if row["index"] not in lengths]
-                lengths |= {row["index"]: len(row["answer_ids"]) for row in new}
-                if state.is_main_process:
-                    folder.add(new)
-        progress(len(everything), len(everything))
-    return lengths, {
-        "answer_tokens": tokens, "seconds": seconds,
-        "tokens_per_second": tokens / max(seconds, 1e-9), "tau": tokens / max(steps, 1),
-    }  # fmt: skip
+    Attributes:
+        made: all answers, by the index of their prompts, in which the turns of a chat follow each
+            other; the same in every process.
+        truncated: number of prompts that were cut.
+    """
+
+    def __init__(
+        self, tokenizer: Any, session: Session, contender: Contender, settings: dict[str, Any],
+        folder: AnswerFolder, state: PartialState,
+    ):  # fmt: skip
+        self.tokenizer, self.session, self.contender = tokenizer, session, contender
+        self.settings, self.folder, self.state = settings, folder, state
+        self.made, self.truncated, self._batches = folder.made(), 0, 0
+        self._tokens, self._steps, self._seconds = 0, 0, 0.0
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """What was measured in this run."""
+        return {
+            "answer_tokens": self._tokens, "seconds": self._seconds,
+            "tokens_per_second": self._tokens / max(self._seconds, 1e-9),
+            "tau": self._tokens / max(self._steps, 1),
+        }  # fmt: skip
+
+    def answer_turn(self, chats: Sequence[Sequence[Prompt]], number: int) -> None:
+        """Answer the turns of this number, from 0, with the model's own answers to those before."""
+        prompts: dict[int, Prompt] = {}
+        first = 0
+        for turns in chats:
+            if number < len(turns):
+                own = {
+                    len(turn.messages): self.made[first + place].text
+                    for place, turn in enumerate(turns[:number])
+                }
+                prompts[first + number] = turns[number].after(own)
+            first += len(turns)
+        encoded, cut = encode_prompts(
+            self.session.model, self.tokenizer, list(prompts.values()),
+            self.settings["max_new_tokens"],
+        )  # fmt: skip
+        self.truncated += cut
+        token_ids = dict(zip(prompts, encoded))
+        indices, lengths = [*prompts], [len(ids) for ids in encoded]
+        grouped = batches(lengths, self.settings["batch_size"])
+
+        def answer(number: int, indices: list[int]) -> Answered:
+            seed_batch(self.settings["seed"], number)
+            batch = [token_ids[index] for index in indices]
+            seconds, answers, steps, _ = self.session.generate(self.contender, batch)
+            pairs = zip(indices, batch, answers)
+            return seconds, steps, [_row(self.tokenizer, i, prompts[i], *ids) for i, *ids in pairs]
+
+        self._answer_all(answer, [[indices[place] for place in batch] for batch in grouped])
+
+    def _answer_all(
+        self, answer: Callable[[int, list[int]], Answered], everything: Sequence[list[int]]
+    ) -> None:
+        """Fill the folder with those of these batches that it lacks, which processes share."""
+        from accelerate.utils import gather_object
+
+        state, first = self.state, self._batches
+        self._batches += len(everything)
+        numbered = enumerate(everything, first)
+        work = [(i, batch) for i, batch in numbered if not self.made.keys() >= {*batch}]
+        state.wait_for_everyone()
+        with progress_bar("answering", state.is_main_process) as progress:
+            for start in range(0, len(work), state.num_processes):
+                done = len(everything) - len(work) + start
+                speed = state.num_processes * self.measured["tokens_per_second"]
+                progress(done, len(everything), note=f"{speed:,.0f} tokens/s" if speed else "")
+                own = work[start : start + state.num_processes][state.process_index :][:1]
+                for spent, taken, rows in gather_object([answer(*one) for one in own]):
+                    self._seconds, self._steps = self._seconds + spent, self._steps + taken
+                    self._tokens += sum(len(row["answer_ids"]) for row in rows)
+                    new = [row for row in rows if row["index"] not in self.made]
+                    self.made |= {row["index"]: Answer.of(row) for row in new}
+                    if state.is_main_process:
+                        self.folder.add(new)
+            progress(len(everything), len(everything))
 
 
 def _row(

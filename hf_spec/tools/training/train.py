@@ -30,7 +30,15 @@ from hf_spec.tools.training.arguments import (
     spec_arguments,
     trainable_method,
 )
-from hf_spec.tools.training.dataset import AnswerDataset, NewAnchors, collate, set_vocabulary, split
+from hf_spec.tools.training.dataset import (
+    AnswerDataset,
+    NewAnchors,
+    answers_of,
+    collate,
+    set_vocabulary,
+    spans,
+    split,
+)
 from hf_spec.tools.training.evaluation import EvalDecoding
 from hf_spec.tools.training.one_pass import fit
 from hf_spec.tools.training.trainer import SpecTrainer, gathered, save_model
@@ -124,9 +132,8 @@ def kept_states(trainer: Any, folder: Path, base: str) -> Iterator[None]:
 def check_lengths(rows: Any, max_length: int) -> None:
     """Raise a ValueError if sequences are cut before there is anything to predict in any of them;
     if that is so in some, the log says in how many."""
-    pairs = zip(rows["prompt_ids"], rows["answer_ids"])
     # The token behind a prompt is certain; what is trained predicts those that follow it.
-    short = sum(min(len(answer), max_length - len(prompt)) < 2 for prompt, answer in pairs)
+    short = sum(all(min(end, max_length) - start < 2 for start, end in spans(row)) for row in rows)
     message = (
         f"in {short} of {len(rows)} sequences the first max_length={max_length} tokens hold less "
         "than two of the answer, so that nothing is learned from them"
@@ -202,7 +209,7 @@ def train(
             for name in base:
                 model.get_parameter(name).requires_grad_(True)
             if start is None:
-                set_vocabulary(model, training_rows["answer_ids"])
+                set_vocabulary(model, answers_of(training_rows))
         trainer = _trainer(peft_model, args, method, options, training_rows, held_out_rows)
         for callback in callbacks:
             trainer.add_callback(callback)
