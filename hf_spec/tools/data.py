@@ -9,7 +9,8 @@ is one of:
 
 - a chat: ``messages`` (OpenAI, TRL), or ``conversations`` (ShareGPT). Its last message is the
   answer if it is the assistant's; what comes before is the prompt.
-- a text: ``turns`` (Spec-Bench; the first is taken), ``prompt`` or ``question``; or ``instruction``
+- a text: ``turns`` (Spec-Bench; the first, later ones follow the answer in suites), ``prompt`` or
+  ``question``; or ``instruction``
   with ``input`` or ``context`` (Alpaca, Dolly). `ANSWER_FIELDS` may hold the answer. ``prompt`` and
   ``completion`` may be lists of messages (TRL).
 
@@ -145,6 +146,7 @@ class Prompt:
         reference: the answer; None if there is none.
         history: the messages of a chat before ``text``.
         source: name of its file, if that is of interest.
+        later: what the user says after the answer, and after the answer to that.
     """
 
     text: str
@@ -153,6 +155,7 @@ class Prompt:
     reference: str | None = None
     history: tuple[Message, ...] = ()
     source: str = ""
+    later: tuple[str, ...] = ()
 
     @property
     def full_text(self) -> str:
@@ -421,7 +424,9 @@ def example(row: Row) -> Prompt:
         raise ValueError(f"'category' must not be {ALL!r}, which is the name of the overall row")
     reference = answer if answer.strip() else None
     question_id = given.get("question_id", row.number)
-    return Prompt(last.content, category, question_id, reference, tuple(history))
+    turns = given["turns"][1:] if name == "turns" else ()
+    later = tuple(_text(name, one) for one in turns)
+    return Prompt(last.content, category, question_id, reference, tuple(history), later=later)
 
 
 def _text(name: str, value: Any) -> str:
