@@ -109,9 +109,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 #: Folders and files of tests of the tools, which are marked so; all others are the library's.
 TOOLS = (
-    "bench", "demo", "hub", "search", "training", "test_cli", "test_data", "test_docs",
-    "test_doctor", "test_examples", "test_files", "test_messages", "test_other_programs",
-    "test_program_examples", "test_run", "test_serve", "test_tour",
+    "bench", "demo", "hub", "search", "training", "test_check", "test_cli", "test_data",
+    "test_docs", "test_doctor", "test_examples", "test_files", "test_messages",
+    "test_other_programs", "test_program_examples", "test_run", "test_serve", "test_tour",
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from hf_spec.tools.data import progress_bar
 
 COMMANDS = [
     "demo", "bench", "strategies", "serve", "distill", "train", "search", "doctor",
-    "card", "push", "import", "export", "run",
+    "check", "card", "push", "import", "export", "run",
 ]  # fmt: skip
 
 

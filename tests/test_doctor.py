@@ -8,8 +8,6 @@ import torch
 from tiny_checkpoint import make_model, make_tokenizer
 
 import hf_spec
-from hf_spec.adapters.loading import find_active
-from hf_spec.core.tree import Tree
 from hf_spec.decoding.call import choose
 from hf_spec.tools.bench.diagnosis import diagnose, supported
 from hf_spec.tools.bench.prompts import Prompt
@@ -58,29 +56,7 @@ def test_the_command_prints_json(capsys):
     assert any("no chat template" in line for line in found["findings"])
     assert any("Training ended with tau" in line for line in found["findings"])
     assert f"hf-spec bench --model {model} --adapter {adapter} --by-task" in found["next"]
-
-
-@pytest.mark.usefixtures("mtp_as_shipped")
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_mask_of_an_imported_block_drafter_is_tried(monkeypatch, causal):
-    """One that drafts well with the other mask only; those that were trained here know theirs."""
-    model, tokenizer = make_model(), make_tokenizer()
-    model.add_adapter(hf_spec.DFlashConfig(num_layers=1, causal=causal))
-
-    def propose(self, state):
-        (text,), right = state.tokens, self.predictor.network.config.causal != causal
-        after = model(torch.tensor([text])).logits[0, -1].argmax()
-        return Tree.chain(torch.stack([state.root[0], after if right else after ^ 1])[None])
-
-    monkeypatch.setattr(hf_spec.Drafter, "propose", propose)
-    given = model, tokenizer, [Prompt("def add(a, b):")], choose(model)
-    measured, findings = diagnose(*given, {}, 16)
-    word = f'"causal": {json.dumps(not causal)}'
-    assert float(measured["tau"].split()[0]) == 1.0
-    assert measured["mask"] == f"tau 1.78 with {word}"
-    assert any(f"--config '{{{word}}}'" in line for line in findings)
-    assert find_active(model, "DFLASH").config.causal is causal
-    assert "mask" not in diagnose(*given, {"method": "dflash"}, 16)[0]
+    assert f"hf-spec check {adapter} --model {model}" in found["next"]
 
 
 def test_an_interrupt_ends_it(monkeypatch):

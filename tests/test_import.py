@@ -81,6 +81,7 @@ for command in app.registered_commands:
         "export {} --format sglang -o o",
         "bench --model m --adapter {}",
         "doctor --model m --adapter {}",
+        "check {} --model m",
     ],
 )
 def test_what_a_json_file_refuses_loads_nothing(tmp_path: Path, words: str) -> None:

@@ -315,6 +315,11 @@ class SpecPeftConfig(PeftConfig):
         if isinstance(model, GenerationMixin):
             check_model(model)
 
+    def alternatives(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Other values of fields with which the tensors fit as well: a checkpoint that says them
+        wrongly loads, and drafts badly. ``hf-spec check`` tries them."""
+        return []
+
     @property
     def trains_base(self) -> bool:
         """Whether training changes the base model's weights, which are then saved, too."""

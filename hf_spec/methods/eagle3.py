@@ -65,6 +65,13 @@ class Eagle3Config(ChainConfig, DecoderConfig):
         layers = sorted({min(2, count), count // 2, max(count - 3, 1)})
         return {"layers": layers, "ttt_steps": STEPS, **super()._defaults(model)}
 
+    def alternatives(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Other flags, and other layers; see :class:`SpecPeftConfig`. Norms whose tensors are
+        there may be left out, and not the other way round."""
+        free = {"norm_before_residual", "norm_output"}
+        flags = [name for name in FLAGS if name in free or getattr(self, name)]
+        return [{name: not getattr(self, name)} for name in flags] + super().alternatives(model)
+
     def check_base(self, model: nn.Module) -> None:
         super().check_base(model)
         _, embedding = input_features(model)

@@ -50,6 +50,10 @@ CONVOLVED = "qwen3"
 NUM_READ = 3
 
 
+#: Markov heads whose tensors do not depend on the number of slots.
+ANY_SLOTS = ("vanilla", "gated", "rnn")
+
+
 @dataclass
 class BlockConfig(ObjectiveConfig, DecoderConfig):
     """Config of an adapter that predicts a block of tokens.
@@ -170,6 +174,17 @@ class BlockConfig(ObjectiveConfig, DecoderConfig):
     def is_causal_always(self) -> bool:
         """Whether its head is made for causal blocks only."""
         return bool(self.markov_rank) and HEADS[self.markov_head].causal
+
+    def alternatives(self, model: nn.Module) -> list[dict[str, Any]]:
+        """The other mask, the other slots, and other layers; see :class:`SpecPeftConfig`."""
+        flags = []
+        if not self.is_causal_always:
+            flags.append("causal")
+        if not self.markov_rank or self.markov_head in ANY_SLOTS:
+            flags.append("sample_from_anchor")
+        if self.sliding_layers and not self.causal:
+            flags.append("sliding_window_non_causal")
+        return [{name: not getattr(self, name)} for name in flags] + super().alternatives(model)
 
     @property
     def shapes_logits(self) -> bool:

@@ -346,6 +346,16 @@ class DecoderConfig(VocabularyConfig):
                 f"tokens since, give them back: resize_token_embeddings({mask + 1})."
             )
 
+    def alternatives(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Layers numbered from one more, as by their outputs, or one less; see
+        :class:`SpecPeftConfig`."""
+        shifted = [[layer + by for layer in self.layers or ()] for by in (1, -1)]
+        count = num_layers(model)
+        return [
+            {"layers": layers}
+            for layers in shifted if layers and min(layers) >= 0 and max(layers) <= count
+        ]  # fmt: skip
+
     def _defaults(self, model: Any) -> dict[str, Any]:
         """Values of fields that are None, by the base model."""
         text = model.config.get_text_config(decoder=True)

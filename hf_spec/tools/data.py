@@ -10,7 +10,8 @@ is one of:
 - a chat: ``messages`` (OpenAI, TRL), or ``conversations`` (ShareGPT). Its last message is the
   answer if it is the assistant's; what comes before is the prompt. ``tools`` beside it, a list or
   a text that holds one as JSON, goes to the chat template.
-- a text: ``turns`` (Spec-Bench; the first is taken), ``prompt`` or ``question``; or ``instruction``
+- a text: ``turns`` (Spec-Bench; the first, later ones follow the answer in suites), ``prompt`` or
+  ``question``; or ``instruction``
   with ``input`` or ``context`` (Alpaca, Dolly). `ANSWER_FIELDS` may hold the answer. ``prompt`` and
   ``completion`` may be lists of messages (TRL).
 
@@ -200,6 +201,7 @@ class Prompt:
         tools: what the assistant can call; None: nothing.
         given: number of first messages that are no part of the answers (TRL's ``prompt``).
         place: where its row is.
+        later: what the user says after the answer, and after the answer to that.
     """
 
     text: str
@@ -213,6 +215,7 @@ class Prompt:
     tools: Sequence[Any] | None = None
     given: int = 0
     place: str = ""
+    later: tuple[str, ...] = ()
 
     @property
     def full_text(self) -> str:
@@ -536,9 +539,11 @@ def example(row: Row) -> Prompt:
     category = str(given.get("category") or DEFAULT_CATEGORY)
     if category == ALL:
         raise ValueError(f"'category' must not be {ALL!r}, which is the name of the overall row")
+    turns = given["turns"][1:] if name == "turns" else ()
+    later = tuple(_text(name, one) for one in turns)
     return Prompt(
         category=category, question_id=given.get("question_id", row.number), given=start,
-        tools=_tools(given.get(TOOLS)), place=row.place, **_said(messages, answer),
+        tools=_tools(given.get(TOOLS)), place=row.place, later=later, **_said(messages, answer),
     )  # fmt: skip
 
 

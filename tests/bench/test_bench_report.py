@@ -72,6 +72,29 @@ def test_rows_hold_the_figures_worked_out_by_hand():
     assert rows["generate", "qa"]["stats"] == {"num_row_steps": 20, "num_generated_tokens": 20}
 
 
+def test_groups_of_a_suite_have_the_same_weight(tmp_path, table_of):
+    """Whatever their numbers of prompts and tokens are; and tau is known without the prefill."""
+    made = result(measurements())
+    made.settings["protocol"] = {"suite": "some-suite"}
+    rows = {(row["strategy"], row["task"]): row for row in made.rows}
+    qa, math, everything = (rows["fast", task] for task in ("qa", "math", "all"))
+    assert qa["tau_without_prefill"] == pytest.approx((20 - 2) / (12 - 2))
+    assert math["tau_without_prefill"] == pytest.approx((20 - 1) / (20 - 1))
+    assert everything["tau_without_prefill"] == pytest.approx((18 / 10 + 1) / 2)
+    assert everything["tau"] == pytest.approx((20 / 12 + 1) / 2)
+    assert everything["speedup"] == pytest.approx((8.0 / 5.0 + 4.0 / 7.5) / 2)
+    assert rows["generate", "all"]["tau_without_prefill"] == 1.0
+    printed = table_of(made, 80)
+    assert "prompts: qa 2, math 1" in printed and "with prefill" in printed
+    assert "1.80  1.00  1.40          1.33" in printed
+    results.write_chart(tmp_path / "tau.svg", made)
+    assert "<svg" in (tmp_path / "tau.svg").read_text()
+    bars = made.plot()
+    heights = [round(bar.get_height(), 2) for bar in bars.patches]
+    assert heights == [1.8, 1.0, 1.4]
+    assert [label.get_text() for label in bars.get_xticklabels()] == ["qa", "math", "mean"]
+
+
 def test_intervals_are_of_prompts_and_paired(table_of):
     """A machine that slows down by half slows all contenders: the speedup is as sure as before."""
     made = []
@@ -135,7 +158,7 @@ def test_results_file_has_the_documented_keys(tmp_path):
     assert set(data["runs"][0]) == {
         "strategy", "task", "batch_size", "baseline", "prompts", "new_tokens", "seconds",
         "tokens_per_second", "speedup", "speedup_interval", "tau", "tau_interval", "identical",
-        "diverged_at_tie", "diverged", "stats", "synthetic_acceptance",
+        "tau_without_prefill", "diverged_at_tie", "diverged", "stats", "synthetic_acceptance",
     }  # fmt: skip
     assert data["calls"][1] == {
         "strategy": "fast", "batch_size": 1, "prompts": [0], "seconds": 1.0, "new_tokens": 10,

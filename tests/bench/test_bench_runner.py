@@ -104,6 +104,51 @@ def test_batches_equal_single_rows_and_long_prompts_are_cut(model, tokenizer, pr
     assert "1 of 5 prompts did not fit the model's context" in notes
 
 
+def test_conversations_go_on_with_the_models_own_answers(model, tokenizer, monkeypatch):
+    """Those of plain generation, so that all are asked the same, also at larger batch sizes, where
+    shorter conversations end earlier."""
+    prompts = [
+        Prompt("abc abc", "a", 0, later=("more", "and more")), Prompt("one two", "a", 1),
+        Prompt("xyz", "b", 2, later=("go on",)),
+    ]  # fmt: skip
+    asked: dict[tuple[str, int], list[str]] = {}
+    original = session.Session.generate
+
+    def watched(self, contender, batch, **overrides):
+        made = original(self, contender, batch, **overrides)
+        if not overrides:  # those of the warm-up have some
+            texts = asked.setdefault((contender.name, len(asked_sizes)), [])
+            texts += map(tokenizer.decode, batch)
+        if contender.name == "prompt_lookup":
+            seconds, rows, steps, stats = made
+            made = seconds, [[9] for _ in rows], steps, stats  # another answer
+        return made
+
+    monkeypatch.setattr(session.Session, "generate", watched)
+    asked_sizes: list[int] = []
+    for size in (1, 2):
+        found = run(
+            model, tokenizer, prompts, ["prompt_lookup"], max_new_tokens=8, batch_sizes=[size]
+        )
+        assert found.overall("generate")["prompts"] == 6
+        assert found.overall("generate")["identical"] == 6
+        asked_sizes.append(size)
+    expected = []
+    for prompt in prompts:
+        chat = []
+        for text in (prompt.text, *prompt.later):
+            chat.append({"role": "user", "content": text})
+            ids = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=True, return_dict=True
+            )["input_ids"]
+            expected.append(tokenizer.decode(ids))
+            out = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)
+            answer = tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+            chat.append({"role": "assistant", "content": answer})
+    assert len(asked) == 4
+    assert all(sorted(texts) == sorted(expected) for texts in asked.values())
+
+
 def test_order_rotates_and_wrong_outputs_are_counted(model, tokenizer, prompts, monkeypatch):
     order: list[str] = []
     original = session.Session.generate

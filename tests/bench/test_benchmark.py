@@ -17,6 +17,7 @@ TEXTS = ["abc abc abc abc", "one two one two", "xyzxyzxyz", "hello hello", "q q 
 FIGURES = {
     "strategy", "task", "batch_size", "baseline", "synthetic_acceptance", "prompts", "new_tokens",
     "seconds", "tokens_per_second", "speedup", "speedup_interval", "tau", "tau_interval",
+    "tau_without_prefill",
     "identical", "diverged_at_tie", "diverged", "stats",
 }  # fmt: skip
 

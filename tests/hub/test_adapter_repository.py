@@ -195,6 +195,35 @@ def test_the_metadata_of_a_card(adapter):
     assert data.base_model is None and "base_model_relation" not in data
 
 
+def test_the_figures_of_a_suite(adapter):
+    """Each size of trees has its tau in the metadata, with the protocol in words."""
+    data = results("layer_skip", ("mt_bench", "qa"))
+    protocol = {"suite": "spec-bench", "groups": ["mt_bench", "qa"]}
+    data["environment"]["settings"] |= {"protocol": protocol, "max_new_tokens": 256}
+    plain, own = data["runs"][:3], data["runs"][3:]
+    sizes = {"layer_skip:8": 2.0, "layer_skip:chain3@skip": 1.5}
+    data["runs"] = [{**row, "tau_without_prefill": 1.0} for row in plain] + [
+        {**row, "strategy": name, "tau_without_prefill": tau}
+        for name, tau in sizes.items() for row in own
+    ]  # fmt: skip
+    (adapter / "results.json").write_text(json.dumps(data))
+    write_card(adapter, "org/skip", "org/base")
+    card = (adapter / "README.md").read_text()
+    assert "| mean | trees of 8 | 4 | 2.00 | 1.81 | 1.23x | 3 of 4 identical |" in card
+    assert "| qa | chains of 3 | 4 | 1.50 | 1.81 |" in card
+    found = [
+        (one.metric_type, one.metric_value, one.metric_name, one.dataset_name)
+        for one in ModelCard(card).data.eval_results
+    ]
+    said = "mean of 2 groups, at most 256 new tokens, greedy, bfloat16"
+    assert found == [
+        ("tau_without_prefill", 2.0, f"tau_without_prefill, trees of 8, {said}", "spec-bench"),
+        ("tau", 1.812, f"tau, trees of 8, {said}", "spec-bench"),
+        ("tau_without_prefill", 1.5, f"tau_without_prefill, chains of 3, {said}", "spec-bench"),
+        ("tau", 1.812, f"tau, chains of 3, {said}", "spec-bench"),
+    ]
+
+
 @pytest.mark.parametrize(("seconds", "words"), [(62.0, " 1 minute on"), (140.0, " 2 minutes on")])
 def test_a_card_counts_minutes(tmp_path, seconds, words):
     demo = Path(hf_spec.__file__).parent / "tools" / "demo"

@@ -10,7 +10,7 @@ from transformers import CompileConfig
 import hf_spec
 from hf_spec.adapters.loading import fine_tunes
 from hf_spec.core.checks import check_choice
-from hf_spec.draft.options import AUTO
+from hf_spec.draft.options import ADAPTIVE, AUTO, CHAIN
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.tools.loading import Adapter
 
@@ -112,6 +112,33 @@ def needs_assistant(name: str) -> bool:
     return strategy == STOCK_ASSISTED or (
         strategy in methods() and get_method(strategy).needs_assistant
     )
+
+
+def sized(
+    names: Iterable[str], options: Mapping[str, Mapping[str, Any]], nodes: Sequence[int],
+    chains: Sequence[int],
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Options by name of the same strategies at fixed sizes, one after the other: ``medusa:60``
+    drafts a tree of 60 tokens, ``medusa:chain3`` a chain of three, in every step and without
+    lookups. Those of Transformers, and strategies that have no such sizes, stay as they are."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        given, method = dict(options.get(name, {})), methods().get(strategy_of(name))
+        known = () if method is None else method.option_names
+        fixed = {"drafting": "always", "lookup": False}
+        given |= {option: value for option, value in fixed.items() if option in known}
+        trees = method.declares.trees if method is not None else {}
+        adaptive = {"tree": ADAPTIVE} if "tree" in known else {}
+        sizes: dict[str, dict[str, Any]] = {}
+        if "num_draft_tokens" in known:
+            sizes = {f"{name}:{size}": {**adaptive, "num_draft_tokens": size} for size in nodes}
+        for size in chains:
+            if CHAIN in trees and "max_depth" in known:
+                sizes[f"{name}:chain{size}"] = {"tree": CHAIN, "max_depth": size}
+            elif "num_draft_tokens" in known and "tree" not in known:
+                sizes[f"{name}:chain{size}"] = {"num_draft_tokens": size}
+        found |= {label: given | size for label, size in sizes.items()} or {name: given}
+    return found
 
 
 def untrained(names: Iterable[str], adapters: Iterable[Adapter]) -> list[Adapter]:

@@ -1,6 +1,5 @@
 """What works on a model, why drafts are accepted as often as they are, and what to try."""
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +13,6 @@ from hf_spec.core.checks import first_line
 from hf_spec.core.stats import bar
 from hf_spec.decoding.call import Choice
 from hf_spec.methods.registry import Method, get_method, methods
-from hf_spec.predict.blocks import BlockConfig
 from hf_spec.tools.bench.contenders import contender_of
 from hf_spec.tools.bench.prompts import Prompt
 from hf_spec.tools.bench.runner import run
@@ -22,8 +20,12 @@ from hf_spec.tools.data import ALL
 
 #: Name of the adapter that a model gets for a trial.
 TRIAL = "hf_spec_doctor"
-#: By how much tau has to be larger on the training's own data to be worth a line.
+#: By how much a tau has to be larger than another one to be worth a line.
 BETTER = 1.15
+NO_TEMPLATE = (
+    "The tokenizer has no chat template, so that prompts are plain text. If this is a chat model, "
+    "its template is missing from the folder."
+)
 
 
 def supported(model: Any) -> dict[str, str | None]:
@@ -87,7 +89,6 @@ def diagnose(
     tau, speedup = tasks.pop(ALL), made.overall(default.name)["speedup"]
     positions = made.overall(drafting.name)["stats"]["acceptance_per_position"]
     adapter = method.active_adapter(model)
-    config = None if adapter is None else adapter.config
     measured = {
         "tau": f"{tau:.2f} tokens per step where every step drafts"
         + ("" if looks_up else ", without lookups"),
@@ -99,21 +100,6 @@ def diagnose(
     chat = bool(getattr(tokenizer, "chat_template", None))
     best = (trained.get("best") or {}).get("eval_tau", 0.0)
     findings = _findings(method, adapter, chat, best, tau, speedup, positions)
-    if isinstance(config, BlockConfig) and not (config.is_causal_always or trained):
-        config.causal = not config.causal
-        try:
-            again = run(model, tokenizer, prompts, [drafting], **settings)
-            other, word = again.overall(drafting.name)["tau"], json.dumps(config.causal)
-        finally:
-            config.causal = not config.causal
-        measured["mask"] = f'tau {other:.2f} with "causal": {word}'
-        if other > BETTER * tau:
-            findings.insert(
-                0,
-                "Drafts are accepted more often with the other mask of its blocks, with tau "
-                f"{other:.2f}. The checkpoint does not say which, or says it wrongly: import it "
-                f"again with --config '{{\"causal\": {word}}}'.",
-            )
     return measured, findings
 
 
@@ -136,8 +122,7 @@ def _findings(
          f"Training ended with tau {best:.2f} on held-out prompts of its own data. These prompts "
          "are of another kind: distill and train on prompts like them."),
         (not chat,
-         "The tokenizer has no chat template, so that prompts are plain text. If this is a chat "
-         "model, its template is missing from the folder."),
+         NO_TEMPLATE),
         (adapter is not None and at[0] < 0.5,
          f"Only {at[0]:.0%} of first draft tokens are accepted: the drafter is undertrained. Train "
          "on more answers (2,000 or more) rather than for more epochs."),

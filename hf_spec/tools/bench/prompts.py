@@ -6,6 +6,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,20 @@ NO_LIMIT = 10**9
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def read_prompts(path: str | Path) -> list[Prompt]:
+def read_prompts(path: str | Path, turns: bool = False) -> list[Prompt]:
     """Read a file or a dataset of prompts, with or without answers; a ValueError names the place of
-    what is wrong."""
+    what is wrong. ``turns``: with what the user says after the first answer."""
     prompts = list(read(path, example))
     if not prompts:
         raise ValueError(f"{str(path)!r} holds no prompts")
-    return prompts
+    return prompts if turns else [replace(one, later=()) for one in prompts]
+
+
+def next_turn(prompt: Prompt, answer: str) -> Prompt:
+    """What the user says after an answer."""
+    history = *prompt.history, Message("user", prompt.text), Message("assistant", answer)
+    text, *later = prompt.later
+    return replace(prompt, text=text, history=history, later=tuple(later), reference=None)
 
 
 def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import truediv
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,8 @@ CONFIDENCE = 0.95
 #: Fewest units that an interval is computed from.
 FEWEST = 5
 RESAMPLES = 2000
+#: Figures that are means over the groups of a suite.
+WEIGHED = ("speedup", "tau", "tau_without_prefill")
 
 #: Lower and upper end.
 Interval = tuple[float, float]
@@ -184,6 +187,8 @@ class BenchResult:
           tokens, wall-clock time in ``generate``, and the ratio of the two before.
         - ``speedup``: ``tokens_per_second`` divided by that of the baseline on the same prompts.
         - ``tau``: new tokens per forward pass and unfinished sequence, the prefill included.
+        - ``tau_without_prefill``: the same of what follows the prefill and its token, as most
+          published figures count; 0 if nothing does.
         - ``speedup_interval``, ``tau_interval``: ends of the 95% interval; None for fewer than five
           batches.
         - ``identical``, ``diverged_at_tie``, ``diverged``: number of sequences that equal the
@@ -192,6 +197,8 @@ class BenchResult:
           the others are None if a sequence differs, and all are None in batches.
         - ``synthetic_acceptance``: rates that drafts were accepted at, so that outputs are not the
           model's; else None.
+        - Of a suite (``hf-spec bench --suite``), :data:`WEIGHED` figures of task ``all`` are the
+          mean over the groups, without intervals.
         - ``stats``: a dict: the summed :class:`hf_spec.SpecStats`, and the ``share`` of time in
           each phase; counts alone for plain ``generate`` and features of Transformers.
         """
@@ -202,7 +209,7 @@ class BenchResult:
                 groups[(*name, task)] = [item for item in calls if item.category == task]
             groups[(*name, ALL)] = calls
         synthetic = self.settings.get("synthetic_acceptance")
-        return [
+        found = [
             {
                 "strategy": strategy, "task": task, "batch_size": size,
                 "baseline": group[0].baseline,
@@ -211,6 +218,14 @@ class BenchResult:
             }
             for (size, strategy, task), group in groups.items()
         ]  # fmt: skip
+        if self.protocol is not None:
+            _weigh(found)
+        return found
+
+    @property
+    def protocol(self) -> dict[str, Any] | None:
+        """What is recorded of a suite, whose groups have the same weight; None if there is none."""
+        return self.settings.get("protocol")
 
     def overall(self, strategy: str) -> dict[str, Any]:
         """The entry of a contender, by its name, over all tasks, at the last batch size."""
@@ -236,7 +251,8 @@ class BenchResult:
         return DataFrame(self.rows).drop(columns="stats", errors="ignore")
 
     def plot(self, axes: Any = None) -> Any:
-        """Bars of the speedups over all tasks, with their 95% intervals.
+        """Bars of the speedups over all tasks, with their 95% intervals; of a suite, bars of tau
+        without the prefill, by group.
 
         Args:
             axes: a matplotlib ``Axes`` to draw into; None makes a figure.
@@ -249,9 +265,13 @@ class BenchResult:
         """
         from matplotlib import pyplot
 
-        rows = [row for row in self.rows if row["task"] == ALL]
-        rows = [row for row in rows if row["strategy"] != row["baseline"]]
-        axes = pyplot.subplots(layout="constrained")[1] if axes is None else axes
+        rows = [row for row in self.rows if row["strategy"] != row["baseline"]]
+        if axes is None:
+            size = None if self.protocol is None else (11, 4.5)
+            axes = pyplot.subplots(layout="constrained", figsize=size)[1]
+        if self.protocol is not None:
+            return _bars_by_group(axes, rows)
+        rows = [row for row in rows if row["task"] == ALL]
         sizes = len({row["batch_size"] for row in rows}) > 1
         for place, row in enumerate(rows):
             low, high = row["speedup_interval"] or (row["speedup"], row["speedup"])
@@ -264,6 +284,47 @@ class BenchResult:
         axes.axvline(1, color="black", linewidth=1)
         axes.set_xlabel("tokens per second, relative to plain generate")
         return axes
+
+
+def _bars_by_group(axes: Any, rows: Sequence[dict[str, Any]]) -> Any:
+    """Bars of tau without the prefill for each group of a suite, beside their mean."""
+    tasks = [*dict.fromkeys(row["task"] for row in rows if row["task"] != ALL), ALL]
+    names = dict.fromkeys((row["strategy"], row["batch_size"]) for row in rows)
+    several = len({size for _, size in names}) > 1
+    width = 0.8 / max(len(names), 1)
+    for number, (name, size) in enumerate(names):
+        own = [row for row in rows if (row["strategy"], row["batch_size"]) == (name, size)]
+        taus = {row["task"]: row["tau_without_prefill"] for row in own}
+        places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(tasks))]
+        label = name + f", batch {size}" * several
+        axes.bar(places, [taus.get(task, 0.0) for task in tasks], width, label=label)
+    axes.set_xticks(range(len(tasks)), [*tasks[:-1], "mean"])
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set_ylabel("tau, without the prefill")
+    axes.legend(fontsize="small", ncols=2)
+    return axes
+
+
+def write_chart(path: Path, result: BenchResult) -> None:
+    """Write :meth:`BenchResult.plot` as a file; an ImportError if matplotlib is not installed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    result.plot(figure.subplots())
+    figure.savefig(path)
+
+
+def _weigh(rows: Sequence[dict[str, Any]]) -> None:
+    """Let each group of a suite have the same weight in the rows of all of them."""
+    for row in rows:
+        if row["task"] == ALL:
+            named = ("strategy", "batch_size")
+            own = [one for one in rows if all(one[key] == row[key] for key in named)]
+            for figure in WEIGHED:
+                row[figure] = mean(one[figure] for one in own if one is not row)
+                row[f"{figure}_interval"] = None
 
 
 def _figures(group: Sequence[Measurement], base: Sequence[Measurement]) -> dict[str, Any]:
@@ -279,8 +340,16 @@ def _figures(group: Sequence[Measurement], base: Sequence[Measurement]) -> dict[
         "speedup_interval": None if group is base else interval(_speedup, tokens, seconds, *plain),
         "tau": sum(tokens) / sum(steps) if any(steps) else 0.0,
         "tau_interval": interval(truediv, tokens, steps),
+        "tau_without_prefill": _without_prefill(group),
         **_agreements(group), "stats": _stats(group),
     }  # fmt: skip
+
+
+def _without_prefill(group: Sequence[Measurement]) -> float:
+    """Tokens per forward pass, of each sequence without the first of both."""
+    rows = sum(len(m.rows) for m in group)
+    steps = sum(m.row_steps for m in group) - rows
+    return (sum(m.new_tokens for m in group) - rows) / steps if steps else 0.0
 
 
 def _agreements(group: Sequence[Measurement]) -> dict[str, int | None]:
@@ -340,11 +409,7 @@ def described(result: BenchResult, by_task: bool = False, phases: bool = True) -
     if not result.measurements:
         return "\n".join(["nothing was measured", *(f"note: {note}" for note in result.notes)])
     data = result.rows
-    measured = any(row["tau_interval"] for row in data)
-    text = _table(result, data, by_task, intervals=measured)
-    if sys.stdout.isatty() and max(map(len, text.splitlines())) > shutil.get_terminal_size()[0]:
-        text = _table(result, data, by_task, intervals=False)
-    lines = [text]
+    lines = [_fitting_table(result, data, by_task)]
     several = len({row["batch_size"] for row in data}) > 1
     for row in data:
         share = row["stats"].get("share")
@@ -354,6 +419,47 @@ def described(result: BenchResult, by_task: bool = False, phases: bool = True) -
             size = f", batch {row['batch_size']}" if several else ""
             lines.append(f"time of {row['strategy']}{size}: {parts}")
     return "\n".join([*lines, *(f"note: {note}" for note in result.notes)])
+
+
+def _fitting_table(result: BenchResult, data: list[dict[str, Any]], by_task: bool) -> str:
+    """The table, with intervals where they are known and the terminal has room for them."""
+    if result.protocol is not None:
+        return _table_of_groups(result, data)
+    text = _table(result, data, by_task, any(row["tau_interval"] for row in data))
+    if sys.stdout.isatty() and max(map(len, text.splitlines())) > shutil.get_terminal_size()[0]:
+        text = _table(result, data, by_task, intervals=False)
+    return text
+
+
+def _table_of_groups(result: BenchResult, data: list[dict[str, Any]]) -> str:
+    """A suite's table: tau without the prefill by group, their mean, and that with the prefill."""
+    protocol, settings = result.protocol or {}, result.settings
+    groups = [*dict.fromkeys(row["task"] for row in data if row["task"] != ALL)]
+    several = len({row["batch_size"] for row in data}) > 1
+    how = "greedy"
+    if settings.get("do_sample"):
+        how = f"sampled, temperature {settings.get('temperature', 'the default')}"
+    counts = ", ".join(
+        f"{group} {sum(one.category == group for one in result.prompts)}" for group in groups
+    )
+    title = (
+        f"{protocol['suite']}: {settings['max_new_tokens']} new tokens at most, {how}; prompts: "
+        f"{counts}\ntau by group, without the prefill; mean: of the groups, each of the same weight"
+    )
+    rows = []
+    for name, size in dict.fromkeys((row["strategy"], row["batch_size"]) for row in data):
+        own = {
+            row["task"]: row for row in data
+            if (row["strategy"], row["batch_size"]) == (name, size)
+        }  # fmt: skip
+        every = own[ALL]
+        taus = [f"{own[task]['tau_without_prefill']:.2f}" for task in (*groups, ALL)]
+        rows.append([
+            name, *[str(size)] * several, *taus, f"{every['tau']:.2f}",
+            f"{every['speedup']:.2f}x", _agreement(every),
+        ])  # fmt: skip
+    heads = ["strategy", *["batch"] * several, *groups, "mean", "with prefill", "speedup", "output"]
+    return f"{title}\n{aligned(heads, rows, 1)}"
 
 
 def _table(result: BenchResult, data: list[dict[str, Any]], by_task: bool, intervals: bool) -> str:

@@ -30,7 +30,7 @@ from hf_spec.tools.bench.contenders import (
     parse_names,
     with_compiled,
 )
-from hf_spec.tools.bench.prompts import batches, encode_prompts, spread
+from hf_spec.tools.bench.prompts import batches, encode, encode_prompts, next_turn, spread
 from hf_spec.tools.bench.results import Agreement, BenchResult, Measurement, classify
 from hf_spec.tools.bench.synthetic import OPTION, SyntheticRates
 from hf_spec.tools.data import Prompt, Row, example, progress_bar
@@ -75,6 +75,10 @@ class Turn(NamedTuple):
     size: int
     contenders: list[Contender]
     indices: list[int]
+
+    def num_calls(self, prompts: Sequence[Prompt]) -> int:
+        """Calls until the longest conversation has ended."""
+        return len(self.contenders) * (1 + max(len(prompts[i].later) for i in self.indices))
 
 
 def rotated(items: list[T], number: int) -> list[T]:
@@ -255,8 +259,8 @@ def run(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], contenders: Sequence[Contender], *,
     batch_sizes: Sequence[int] = (1,), max_new_tokens: int = 128, limit: int | None = None,
     generate_kwargs: Mapping[str, Any] | None = None, seed: int = 0, compiled: str | None = None,
-    synthetic: SyntheticRates | None = None, title: str = "benchmark",
-    seen: Callable[[Measurement], None] | None = None,
+    synthetic: SyntheticRates | None = None, protocol: Mapping[str, Any] | None = None,
+    title: str = "benchmark", seen: Callable[[Measurement], None] | None = None,
 ) -> BenchResult:  # fmt: skip
     """Generate with plain decoding and every contender, and compare.
 
@@ -264,6 +268,9 @@ def run(
     batch, so that changes in the machine's speed affect all alike. Each contender first makes a
     short call that is not measured. On ``KeyboardInterrupt``, the batches that all contenders have
     finished are returned, and ``interrupted`` is set.
+
+    Where users say more after an answer (``Prompt.later``), that is the plain one, so that all
+    contenders are asked the same.
 
     Args:
         limit: most prompts that are measured, see :func:`hf_spec.tools.bench.prompts.spread`.
@@ -275,6 +282,8 @@ def run(
             and counted apart.
         synthetic: rates at which drafts are accepted, whatever they are; None to let the model
             decide. All calls then emit ``max_new_tokens``, and outputs are not compared.
+        protocol: what is recorded of a suite (:func:`hf_spec.tools.bench.suites.protocol`), whose
+            groups of prompts then have the same weight; None if there is none.
         title: of the progress bar, which counts calls, without those that prepare.
         seen: gets each measurement as it is made, before outputs are compared, instead of the bar.
     """
@@ -284,21 +293,18 @@ def run(
     prompts = spread(prompts, limit)
     token_ids, truncated = encode_prompts(model, tokenizer, prompts, max_new_tokens)
     if compiled:
-        contenders = with_compiled(contenders, compiled, max(map(len, token_ids)) + max_new_tokens)
+        longest = max(map(_most_tokens(tokenizer, max_new_tokens), prompts, token_ids))
+        contenders = with_compiled(contenders, compiled, longest)
     settings = {
         **options, "batch_sizes": list(batch_sizes), "seed": seed,
         "synthetic_acceptance": None if synthetic is None else list(synthetic.rates),
         "packed_bytes": sum(copies.num_bytes for copies in packed_weights(model)),
+        "protocol": None if protocol is None else dict(protocol),
         "strategies": {item.name: item.settings for item in contenders},
     }  # fmt: skip
     result = BenchResult(list(prompts), contenders, settings, truncated_prompts=truncated)
-    if truncated:
-        result.notes.append(
-            f"{truncated} of {len(prompts)} prompts did not fit the model's context and were cut "
-            "at their beginning"
-        )
     plan = [turn for size in batch_sizes for turn in _turns(result, size)]
-    calls, done = sum(len(turn.contenders) for turn in plan), 0
+    calls, done = sum(turn.num_calls(prompts) for turn in plan), 0
     rule = nullcontext() if synthetic is None else synthetic.of(model)
     opened = Session.open(model, tokenizer, options, contenders, synthetic is None)
     with opened as session, rule, progress_bar(title, seen is None) as progress:
@@ -306,25 +312,71 @@ def run(
             session.warm_up(plan, token_ids)
             progress(0, calls)
             for number, turn in enumerate(plan):
-                outcome: dict[str, Measurement] = {}
-                for item in rotated(turn.contenders, number):
-                    torch.manual_seed(seed + number)
-                    made = session.generate(item, [token_ids[index] for index in turn.indices])
-                    outcome[item.name] = Measurement(
-                        item.name, turn.size, turn.indices, prompts[turn.indices[0]].category,
-                        *made, baseline=item.baseline,
-                    )  # fmt: skip
-                    done += 1
-                    progress(done, calls)
-                    if seen is not None:
-                        seen(outcome[item.name])
-                _compare(session, outcome, token_ids, turn, synthetic is not None)
-                result.measurements += [outcome[item.name] for item in turn.contenders]
+                asked = {item.baseline: _Asked(prompts, token_ids) for item in turn.contenders}
+                while turn.indices:
+                    outcome: dict[str, Measurement] = {}
+                    for item in rotated(turn.contenders, number):
+                        torch.manual_seed(seed + number)
+                        batch = [asked[item.baseline].token_ids[index] for index in turn.indices]
+                        outcome[item.name] = Measurement(
+                            item.name, turn.size, turn.indices, prompts[turn.indices[0]].category,
+                            *session.generate(item, batch), baseline=item.baseline,
+                        )  # fmt: skip
+                        done += 1
+                        progress(done, calls)
+                        if seen is not None:
+                            seen(outcome[item.name])
+                    _compare(session, outcome, asked, turn, synthetic is not None)
+                    result.measurements += [outcome[item.name] for item in turn.contenders]
+                    one = next(iter(asked.values()))
+                    turn = turn._replace(indices=[i for i in turn.indices if one.prompts[i].later])
+                    for name, own in asked.items():
+                        cut = own.go_on(model, tokenizer, outcome[name], turn, max_new_tokens)
+                        result.truncated_prompts += cut if own is one else 0
             result.notes += session.notes()
         except KeyboardInterrupt:
             result.interrupted = True
             result.notes.append(f"interrupted after {done} of {calls} calls")
+    if result.truncated_prompts:
+        questions = sum(1 + len(prompt.later) for prompt in prompts)
+        result.notes.insert(
+            0,
+            f"{result.truncated_prompts} of {questions} prompts did not fit the model's context "
+            "and were cut at their beginning",
+        )
     return result
+
+
+class _Asked:
+    """What is asked next in each conversation, which goes on with the answers of one baseline."""
+
+    def __init__(self, prompts: Sequence[Prompt], token_ids: Sequence[list[int]]):
+        self.prompts, self.token_ids = [*prompts], [*token_ids]
+
+    def go_on(
+        self, model: Any, tokenizer: Any, answers: Measurement, turn: Turn, new_tokens: int
+    ) -> int:
+        """Ask the next question of these conversations, after the answers to those before; returns
+        the number of prompts that were cut."""
+        rows = dict(zip(answers.prompts, answers.rows))
+        for index in turn.indices:
+            answer = tokenizer.decode(rows[index], skip_special_tokens=True)
+            self.prompts[index] = next_turn(self.prompts[index], answer)
+        now = [self.prompts[index] for index in turn.indices]
+        found, cut = encode_prompts(model, tokenizer, now, new_tokens)
+        for index, ids in zip(turn.indices, found):
+            self.token_ids[index] = ids
+        return cut
+
+
+def _most_tokens(tokenizer: Any, new_tokens: int) -> Callable[[Prompt, list[int]], int]:
+    """A function that bounds the tokens of a conversation with its answers."""
+
+    def most(prompt: Prompt, token_ids: list[int]) -> int:
+        later = sum(len(encode(tokenizer, text)) for text in prompt.later)
+        return len(token_ids) + later + (1 + len(prompt.later)) * new_tokens
+
+    return most
 
 
 def _check(
@@ -360,7 +412,7 @@ def _turns(result: BenchResult, size: int) -> list[Turn]:
 
 
 def _compare(
-    session: Session, outcome: Mapping[str, Measurement], token_ids: Sequence[list[int]],
+    session: Session, outcome: Mapping[str, Measurement], asked: Mapping[str, _Asked],
     turn: Turn, synthetic: bool,
 ) -> None:  # fmt: skip
     """Set the ``agreement`` of every measurement with its baseline, where outputs can be compared:
@@ -378,7 +430,7 @@ def _compare(
     plains = {item.name: item for item in turn.contenders if item.name == item.baseline}
     for item in sorted(outcome.values(), key=lambda item: item.baseline):
         session.activate(plains[item.baseline])
-        plain = outcome[item.baseline]
+        plain, token_ids = outcome[item.baseline], asked[item.baseline].token_ids
         item.agreement = [
             classify(session.model, token_ids[index], ours, theirs, penalty)
             for index, ours, theirs in zip(item.prompts, item.rows, plain.rows)

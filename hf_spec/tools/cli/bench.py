@@ -167,6 +167,26 @@ SyntheticAcceptance = Annotated[
 ]
 
 
+SuiteName = Annotated[
+    str | None,
+    Option(
+        help="Measure tau as the field does: spec-bench, speed-bench, mt-bench, humaneval or "
+        "gsm8k, all turns, groups of equal weight, --nodes 8,60. Its dataset is read from the "
+        "Hub, or --prompts."
+    ),
+]
+Nodes = Annotated[
+    str | None,
+    Option(
+        help="Draft trees of so many tokens in every step, without lookups: 8,60 measures both.  "
+        "[default: the policy decides]"
+    ),
+]
+Chains = Annotated[
+    str | None, Option(help="Draft so many tokens one after the other, as engines do: 3 or 3,7.")
+]
+
+
 def bench(
     model: opt.Model,
     prompts: opt.Prompts = None,
@@ -175,7 +195,13 @@ def bench(
     assistant: Assistants = None,
     strategy_kwargs: opt.KwargsByName = None,
     dtype: opt.Dtype = NATIVE,
-    max_new_tokens: opt.NewTokens = 128,
+    max_new_tokens: Annotated[
+        int | None,
+        Option(min=1, help="New tokens per prompt.  [default: 128, with --suite 256]"),
+    ] = None,
+    suite: SuiteName = None,
+    nodes: Nodes = None,
+    chain: Chains = None,
     batch_size: Annotated[str, Option(help="One size, or several: 1,2,4.")] = "1",
     limit: opt.Limit = None,
     output: opt.Output = Path("hf-spec-bench"),
@@ -216,11 +242,15 @@ def bench(
       hf-spec bench --model LARGE --prompts P.jsonl --assistant SMALL \\
           --strategies draft_model,transformers:assisted
       hf-spec bench --model M --strategies medusa,eagle3 --synthetic-acceptance 0.85,0.7,0.55,0.4
+      hf-spec bench --model M --adapter ./eagle3 --suite mt-bench --chain 3
+      hf-spec bench --model M --adapter ./eagle3 --suite spec-bench --prompts question.jsonl \\
+          --max-new-tokens 1024 --do-sample --temperature 1
     """
     from hf_spec.tools.bench.contenders import add_untrained
     from hf_spec.tools.bench.environment import environment_of
     from hf_spec.tools.bench.prompts import BUNDLED, read_prompts
     from hf_spec.tools.bench.runner import run
+    from hf_spec.tools.bench.suites import NEW_TOKENS, NODES, place_of, protocol, suite_prompts
     from hf_spec.tools.bench.synthetic import SyntheticRates
 
     # Everything that can be checked without a model comes first.
@@ -230,36 +260,55 @@ def bench(
     options = opt.sampling(do_sample, temperature, top_k, top_p, repetition_penalty)
     trained = read_adapters(adapter or ())
     rates = None if synthetic_acceptance is None else SyntheticRates.parse(synthetic_acceptance)
-    lineup, added = _lineup(strategies, trained, assistant or [], strategy_kwargs or [], rates)
-    read = read_prompts(prompts or BUNDLED)
+    if suite is not None and nodes is None and chain is None:
+        nodes = NODES
+    fixed = tuple(opt.whole_numbers(option, text) if text is not None else []
+                  for option, text in (("--nodes", nodes), ("--chain", chain)))  # fmt: skip
+    lineup, added = _lineup(
+        strategies, trained, assistant or [], strategy_kwargs or [], rates, *fixed
+    )
+    place, recorded = prompts or BUNDLED, None
+    if suite is None:
+        read = read_prompts(place)
+    else:
+        place = place_of(suite, prompts)
+        read = suite_prompts(suite, place)
+        recorded = protocol(suite, place, read) | dict(zip(("nodes", "chain"), fixed))
     check_writable(output)
 
     loaded, tokenizer = load_model(model, dtype, device, attn_implementation, trained, pack_weights)
     add_untrained(loaded, added)
     lineup = _with_assistants(lineup, loaded, tokenizer)
     result = run(
-        loaded, tokenizer, read, lineup, batch_sizes=sizes, max_new_tokens=max_new_tokens,
-        limit=limit, generate_kwargs=options, seed=seed, synthetic=rates,
+        loaded, tokenizer, read, lineup, batch_sizes=sizes,
+        max_new_tokens=max_new_tokens or (128 if suite is None else NEW_TOKENS),
+        limit=limit, generate_kwargs=options, seed=seed, synthetic=rates, protocol=recorded,
         compiled=(backend or DEFAULT_BACKEND) if compile else None,
     )  # fmt: skip
-    if prompts is None:
+    if place == BUNDLED:
         result.notes.append("the prompts are hf_spec's own; measure yours with --prompts FILE")
-    environment = environment_of(loaded, model, prompts or BUNDLED)
+    if recorded is not None and recorded["missing"]:
+        missing = ", ".join(recorded["missing"])
+        result.notes.append(f"the file has no prompts of {missing}, which the mean leaves out")
+    environment = environment_of(loaded, model, place)
     show_results(result, environment, output, by_task, as_json)
 
 
 def _lineup(
     strategies: str | None, trained: list[Adapter], assistants: list[str], kwargs: list[str],
-    synthetic: Any,
+    synthetic: Any, nodes: list[int], chains: list[int],
 ) -> tuple[list[Any], list[Adapter]]:  # fmt: skip
-    """What takes part, and the adapters of random weights that it needs where acceptance is
-    synthetic."""
-    from hf_spec.tools.bench.contenders import contenders, parse_names, untrained
+    """What takes part, at these sizes if there are any, and the adapters of random weights that it
+    needs where acceptance is synthetic."""
+    from hf_spec.tools.bench.contenders import contenders, parse_names, sized, untrained
 
     default = [one.strategy for one in trained] + ["draft_model"] * bool(assistants)
     names = parse_names((default or ["token_recycling"]) if strategies is None else strategies)
     added = untrained(names, trained) if synthetic is not None else []
     options = opt.parse_kwargs(kwargs, names)
+    if nodes or chains:
+        options = sized(names, options, nodes, chains)
+        names = [*options]
     return contenders(names, options, [*trained, *added], assistants), added
 
 

@@ -220,10 +220,17 @@ def show_results(
         raise Exit(INTERRUPTED)
     target = output / "results.json"
     results.write_results(target, result, environment)
+    chart = output / "tau.svg"
+    if result.protocol is not None:
+        try:
+            results.write_chart(chart, result)
+        except ImportError:
+            chart.unlink(missing_ok=True)  # an earlier one, of other figures
+            result.notes.append("no chart, which needs matplotlib: pip install matplotlib")
     if as_json:
         echo(json.dumps(result.rows, indent=1))
     else:
-        echo(results.described(result, by_task, phases))
+        echo(results.described(result, by_task, phases and result.protocol is None))
         echo(f"results: {target}")
     if result.interrupted:
         raise Exit(INTERRUPTED)

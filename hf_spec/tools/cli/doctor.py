@@ -160,7 +160,8 @@ def _next(model: str, strategy: str, adapters: Sequence[str]) -> list[str]:
     method, model = get_method(strategy), quote(model)
     if method.adapter_config is not None and adapters:
         folders = " ".join(f"--adapter {quote(folder)}" for folder in adapters)
-        return [f"hf-spec bench --model {model} {folders} --by-task"]
+        checks = [f"hf-spec check {quote(folder)} --model {model}" for folder in adapters]
+        return [*checks, f"hf-spec bench --model {model} {folders} --by-task"]
     learns = "medusa" if method.training is None else method.name
     return [
         f"hf-spec bench --model {model} --strategies {method.name} --by-task",

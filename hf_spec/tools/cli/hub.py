@@ -152,7 +152,9 @@ def import_(
         path = work.find_published(file, work.importable(kind)[1].wants)
     options = opt.kwargs_of(kind, strategy_kwargs)
     echo(f"adapter: {work.import_adapter(path, kind, model, output, options, given)}")
-    echo(f"try: hf-spec doctor --model {quote(model)} --adapter {quote(str(output))}")
+    named, folder = quote(model), quote(str(output))
+    echo(f"check it: hf-spec check {folder} --model {named}")
+    echo(f"measure it: hf-spec bench --model {named} --adapter {folder} --suite mt-bench")
 
 
 def export(

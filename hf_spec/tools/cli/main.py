@@ -13,6 +13,7 @@ import typer
 
 from hf_spec.core.checks import first_line, nearest
 from hf_spec.tools.cli.bench import bench, demo, search
+from hf_spec.tools.cli.check import check
 from hf_spec.tools.cli.common import BAD_INPUT, INTERRUPTED, Command
 from hf_spec.tools.cli.doctor import doctor, strategies
 from hf_spec.tools.cli.hub import card, export, import_, push
@@ -41,7 +42,7 @@ SETTINGS: dict[Any, dict[str, Any]] = {
 }
 for one in (
     demo, bench, distill, train, search, card, push, import_, export, strategies, doctor,
-    run, serve,
+    check, run, serve,
 ):  # fmt: skip
     app.command(**{"cls": Command, **SETTINGS.get(one, {})})(one)
 

@@ -29,9 +29,10 @@ from jinja2 import Template, TemplateError
 
 from hf_spec.adapters.config import SHIM, shim_text
 from hf_spec.core.checks import INSTALL, explained, first_line, names_its_files
-from hf_spec.draft.options import ACCEPTANCE_RULES
+from hf_spec.draft.options import ACCEPTANCE_RULES, CHAIN
 from hf_spec.files import read_json, write_atomically
 from hf_spec.methods.registry import Method
+from hf_spec.tools.data import ALL
 from hf_spec.tools.hub import folder as folders
 from hf_spec.tools.hub.folder import CARD, CONFIG, RESULTS, is_repository, read_spec_config
 
@@ -116,24 +117,42 @@ def _datasets(training: dict[str, Any]) -> list[str] | None:
 
 
 def _eval_results(figures: dict[str, Any]) -> list[EvalResult]:
-    """Tau and speed over all prompts."""
+    """Tau and speed over all prompts; of a suite tau for each size of trees, without the prefill
+    and with it."""
     row, where = figures["rows"][-1], figures["environment"]
     name = where.get("dataset") or (where.get("prompts") or "prompts").rpartition("/")[2]
-    values = {
-        "tau": (row["tau"], "tokens per forward pass"),
-        "speedup": (row["speedup"], f"beside plain generate, {where['device_name']}"),
-        "tokens_per_second": (
-            row["tokens_per_second"],
-            f"{where['device_name']}, {where['dtype']}",
-        ),
-    }
+    device = where["device_name"]
+    if figures["protocol"]:
+        name = figures["protocol"]["suite"]
+        values = [
+            (kind, one[kind], f"{one['trees']}, {said_of(where)}")
+            for one in figures["rows"] if one["task"] == ALL
+            for kind in ("tau_without_prefill", "tau")
+        ]  # fmt: skip
+    else:
+        values = [
+            ("tau", row["tau"], "tokens per forward pass"),
+            ("speedup", row["speedup"], f"beside plain generate, {device}"),
+            ("tokens_per_second", row["tokens_per_second"], f"{device}, {where['dtype']}"),
+        ]
     return [
         EvalResult(
             task_type="text-generation", dataset_type=name, dataset_name=name,
             metric_type=kind, metric_value=round(value, 3), metric_name=f"{kind}, {said}",
         )
-        for kind, (value, said) in values.items()
+        for kind, value, said in values
     ]  # fmt: skip
+
+
+def said_of(where: dict[str, Any]) -> str:
+    """The protocol of a suite in words, from an environment in ``results.json``."""
+    settings, protocol = where["settings"], where["settings"]["protocol"]
+    how = f"temperature {settings.get('temperature') or 'of the model'}"
+    groups = len(protocol["groups"])
+    return (
+        f"mean of {groups} group{'s' * (groups != 1)}, at most {settings['max_new_tokens']} new "
+        f"tokens, {how if settings.get('do_sample') else 'greedy'}, {where['dtype']}"
+    )
 
 
 def renewed_card(
@@ -192,22 +211,36 @@ def _figures(folder: Path, method: Method, search: dict[str, Any]) -> dict[str, 
         environment, size = data["environment"], data["runs"][0]["batch_size"]
         runs = [row for row in data["runs"] if row["batch_size"] == size]
         speeds = {(row["strategy"], row["task"]): row["tokens_per_second"] for row in runs}
-        strategy = next(name for name, _ in speeds if name.partition("@")[0] == method.name)
-        own = [{**row, "plain": speeds[row["baseline"], row["task"]]}
-               for row in runs if row["strategy"] == strategy]  # fmt: skip
-        by_task = len(own) > 2  # a single task has the same figures as "all"
+        protocol = environment["settings"].get("protocol")
+        names = [name for name, _ in speeds if re.split("[:@]", name)[0] == method.name]
+        strategies = set(names) if protocol else {names[0]}
+        own = [
+            {**row, "plain": speeds[row["baseline"], row["task"]], "trees": _trees(row["strategy"])}
+            for row in runs if row["strategy"] in strategies
+        ]  # fmt: skip
+        by_task = len({row["task"] for row in own}) > 2  # a single one has the figures of "all"
         asked = environment.get("prompts_sha256")
         searched = bool(search) and search["environment"].get("prompts_sha256") == asked
         return {
-            "rows": own if by_task else own[-1:], "by_task": by_task, "batch_size": size,
+            "rows": own if by_task else [row for row in own if row["task"] == ALL],
+            "by_task": by_task, "batch_size": size, "protocol": protocol,
+            "said": said_of(environment) if protocol else "",
             "development": searched and not environment.get("held_out"),
             "environment": environment,
         }  # fmt: skip
-    except (LookupError, TypeError, StopIteration) as error:
+    except (LookupError, TypeError) as error:
         raise ValueError(
             f"{str(folder / RESULTS)!r} is not what hf-spec bench writes for {method.name!r}: "
             f"{error!r}"
         ) from error
+
+
+def _trees(name: str) -> str:
+    """What a contender of a suite drafts in a step, in words."""
+    label = name.partition("@")[0].partition(":")[2]
+    if label.startswith(CHAIN):
+        return f"chains of {label.removeprefix(CHAIN)}"
+    return f"trees of {label}" if label.isdecimal() else label or "as it is"
 
 
 def push(

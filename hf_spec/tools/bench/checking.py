@@ -1,0 +1,256 @@
+"""Whether an adapter's drafts are accepted as often as they should be, and what looks wrong if not.
+
+A flag that a checkpoint says wrongly, or layers that are numbered from elsewhere, load without an
+error and draft badly. So other values of such fields (``SpecPeftConfig.alternatives``) are tried on
+the same prompts.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub import ModelCard
+
+from hf_spec.adapters.config import CARD, MEASURED, VOCABULARY
+from hf_spec.core.checks import explained
+from hf_spec.draft.options import CHAIN
+from hf_spec.files import read_json
+from hf_spec.methods.registry import get_method
+from hf_spec.tools.bench.contenders import Contender, contenders, sized
+from hf_spec.tools.bench.diagnosis import BETTER, NO_TEMPLATE
+from hf_spec.tools.bench.prompts import encode_prompts
+from hf_spec.tools.bench.results import BenchResult
+from hf_spec.tools.bench.runner import Session, run
+from hf_spec.tools.data import ALL, Prompt
+from hf_spec.tools.loading import Adapter
+
+_, TRAINING, RESULTS = MEASURED
+#: Draft tokens of a step where nothing says with how many the adapter was measured.
+NODES = 8
+#: Shares below which something looks wrong: of the model's own tokens in a draft vocabulary, and of
+#: accepted first draft tokens.
+COVERED, FIRST = 0.9, 0.1
+#: Draft tokens of a step in metadata of cards (``said_of`` in ``hf_spec/tools/hub/card.py``).
+SIZE = re.compile(r"(trees|chains) of (\d+)")
+
+
+class Expected(NamedTuple):
+    """Tau that an adapter should have.
+
+    Attributes:
+        low, high: its range.
+        source: who says so.
+        trees, chains: draft tokens of a step that it is of; 0 for the other one.
+        prefill: whether the prefill counts as a step.
+    """
+
+    low: float
+    high: float
+    source: str
+    trees: int = NODES
+    chains: int = 0
+    prefill: bool = False
+
+    def __str__(self) -> str:
+        size = f"chains of {self.chains}" if self.chains else f"trees of {self.trees}"
+        return f"tau {self.low:.2f} to {self.high:.2f} with {size}, by {self.source}"
+
+
+#: What others have published, by strategy: without the prefill, of models from 7B parameters on.
+PUBLISHED = {
+    "medusa": Expected(2.31, 3.26, "Medusa and Hydra for Vicuna-7B on Spec-Bench", trees=60),
+    "eagle3": Expected(2.8, 3.9, "the drafters of SpecBundle", trees=0, chains=7),
+}
+
+
+def expected_of(place: str, strategy: str) -> Expected | None:
+    """What tau an adapter should have, by its own measurement, its card or its training, with 15%
+    for other prompts; else by :data:`PUBLISHED`. None if nothing is known."""
+    folder = Path(place)
+    for tau, words, source in _suite_figures(folder, strategy):
+        if found := SIZE.search(words):
+            return Expected(tau / BETTER, tau * BETTER, source, **_size(*found.groups()))
+    best = read_json(folder / TRAINING, optional=True).get("best") or {}
+    if tau := best.get("eval_tau"):
+        source = f"the held-out prompts of its training ({TRAINING})"
+        return Expected(tau / BETTER, tau * BETTER, source, prefill=True)
+    return PUBLISHED.get(strategy)
+
+
+def _suite_figures(folder: Path, strategy: str) -> Iterator[tuple[float, str, str]]:
+    """Taus without the prefill that were measured on a suite, with the size of drafts in words and
+    their source."""
+    for row in read_json(folder / RESULTS, optional=True).get("runs", ()):
+        name, _, label = row["strategy"].partition("@")[0].partition(":")
+        if (name, row["task"]) == (strategy, ALL) and row.get("tau_without_prefill"):
+            chain = label.startswith(CHAIN)
+            words = f"{'chains' if chain else 'trees'} of {label.removeprefix(CHAIN)}"
+            yield row["tau_without_prefill"], words, RESULTS
+    if (folder / CARD).is_file():
+        with explained(f"cannot read the metadata of {str(folder / CARD)!r}", ValueError):
+            results = ModelCard.load(folder / CARD).data.eval_results or ()
+        for one in results:
+            if one.metric_type == "tau_without_prefill":
+                yield float(one.metric_value), one.metric_name or "", f"its card ({CARD})"
+
+
+def _size(kind: str, number: str) -> dict[str, int]:
+    return {"trees": 0, "chains": 0} | {kind: int(number)}
+
+
+@dataclass
+class Check:
+    """What was found.
+
+    Attributes:
+        expected: the range and its source, in words.
+        measured: what was measured, by title.
+        tried: tau of other values of fields, by what they are.
+        findings: what looks wrong, a sentence or two each; empty if nothing does.
+    """
+
+    expected: str
+    measured: dict[str, str] = field(default_factory=dict)
+    tried: dict[str, str] = field(default_factory=dict)
+    findings: list[str] = field(default_factory=list)
+
+
+def check(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], adapter: Adapter, max_new_tokens: int
+) -> Check:
+    """Decode prompts with an adapter, as it is and otherwise.
+
+    Args:
+        adapter: is loaded and active.
+
+    Raises:
+        ValueError: it does not work with the model.
+        KeyboardInterrupt: measuring was interrupted.
+    """
+    known = expected_of(adapter.path, adapter.strategy)
+    trees, chains = (NODES, 0) if known is None else (known.trees, known.chains)
+    options = sized([adapter.strategy], {}, [trees] * bool(trees), [chains] * bool(chains))
+    contender = contenders([*options], options, [adapter])[-1]
+    settings: Any = {"max_new_tokens": max_new_tokens, "title": "decoding"}
+    made = run(model, tokenizer, prompts, [contender], **settings)
+    if made.interrupted:
+        raise KeyboardInterrupt
+    row = made.overall(contender.name)
+    name = "tau_without_prefill" if known is None or not known.prefill else "tau"
+    tau, positions = row[name], row["stats"]["acceptance_per_position"]
+    layer = get_method(adapter.strategy).active_adapter(model)
+    covered = None if layer is None else _coverage(made, layer)
+    found = Check("nothing is known of such adapters" if known is None else str(known))
+    found.measured["tau"] = f"{tau:.2f}, the prefill {'included' if name == 'tau' else 'left out'}"
+    shares = (f"{place}: {share:.0%}" for place, share in enumerate(positions, 1))
+    found.measured["accepted at position"] = " ".join(shares)
+    if covered is not None:
+        found.measured["draft vocabulary"] = f"{covered:.0%} of the model's own tokens"
+    if layer is not None:
+        # In chains, what is wrong shows most.
+        alone = {"tree": CHAIN, "drafting": "always", "lookup": False}
+        if CHAIN in get_method(adapter.strategy).declares.trees:
+            contender = contenders([adapter.strategy], {adapter.strategy: alone}, [adapter])[-1]
+        found.findings += _tried(found.tried, model, tokenizer, prompts, contender, layer, settings)
+    looks = {
+        f"The draft vocabulary has only {covered or 0:.0%} of the model's own tokens: it was made "
+        "for other texts, or its ids are those of another tokenizer.":
+        covered is not None and covered < COVERED,
+        NO_TEMPLATE: not getattr(tokenizer, "chat_template", None),
+        _other_base(model, layer): bool(_other_base(model, layer)),
+        f"Almost no first draft token is accepted ({(*positions, 0.0)[0]:.0%}), as if the adapter "
+        "were made for another model, or for features or tokens in another order.":
+        (*positions, 0.0)[0] < FIRST,
+    }  # fmt: skip
+    found.findings += [text for text, stands_out in looks.items() if stands_out]
+    if known is not None and tau < known.low:
+        found.findings.append(
+            f"Tau is {tau:.2f}, below the range of {known.low:.2f} to {known.high:.2f}"
+            + ("." if found.findings else ", and nothing here says why: try prompts like those it "
+               "was trained or measured on (--prompts), and its base by that very name.")
+        )  # fmt: skip
+    return found
+
+
+def _coverage(made: BenchResult, layer: Any) -> float | None:
+    """Share of the model's own tokens that an adapter can draft; None without a draft
+    vocabulary."""
+    tokens = layer.tensors().get(VOCABULARY)
+    if tokens is None:
+        return None
+    known = set(tokens.tolist())
+    own = [
+        token for one in made.measurements if one.strategy == one.baseline
+        for row in one.rows for token in row
+    ]  # fmt: skip
+    return sum(token in known for token in own) / max(len(own), 1)
+
+
+def _other_base(model: Any, layer: Any) -> str:
+    """That the adapter names another base than the model; empty if it does not, or one of both has
+    no name. Folders are compared by the last part of their names."""
+    base = "" if layer is None else layer.config.base_model_name_or_path or ""
+    here = getattr(model, "name_or_path", "") or ""
+    if not (base and here) or Path(base).name.lower() == Path(here).name.lower():
+        return ""
+    return (
+        f"The adapter names {base!r} as its base, and this is {here!r}, of the same shape. If it "
+        "is not the same model under another name, or a fine-tuned one, take the former."
+    )
+
+
+def _tried(
+    tried: dict[str, str], model: Any, tokenizer: Any, prompts: Sequence[Prompt],
+    contender: Contender, layer: Any, settings: Mapping[str, Any],
+) -> list[str]:  # fmt: skip
+    """What to change about an adapter's config, if another value is much better; notes what was
+    tried."""
+    others = layer.config.alternatives(model)
+    if not others:
+        return []
+    new_tokens = settings["max_new_tokens"]
+    token_ids, _ = encode_prompts(model, tokenizer, prompts, new_tokens)
+    options = {"do_sample": False, "max_new_tokens": new_tokens}
+    taus: dict[str, float] = {}
+    with Session.open(model, tokenizer, options, [contender]) as session:
+        for values in ({}, *others):
+            words = json.dumps(values) if values else ""
+            with _instead(layer.config, values):
+                # Under a name of its own it sees nothing that the others have learned.
+                taus[words] = _tau(session, replace(contender, name=words), token_ids)
+    as_it_is = taus.pop("")
+    tried |= {words: f"tau {tau:.2f}" for words, tau in taus.items()}
+    words = max(taus, key=taus.__getitem__)
+    if taus[words] <= BETTER * as_it_is:
+        return []
+    return [
+        f"Drafts are accepted more often with {words}: tau {taus[words]:.2f} instead of "
+        f"{as_it_is:.2f}. The checkpoint does not say so, or says it wrongly: import it again with "
+        f"--config '{words}'."
+    ]
+
+
+@contextmanager
+def _instead(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Within the block, fields of a config have these values."""
+    before = {name: getattr(config, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def _tau(session: Session, contender: Contender, token_ids: Sequence[list[int]]) -> float:
+    """Tau without the prefill."""
+    tokens = steps = 0
+    for ids in token_ids:
+        _, (row,), forwards, _ = session.generate(contender, [ids])
+        tokens, steps = tokens + len(row) - 1, steps + forwards - 1
+    return tokens / steps if steps else 0.0
