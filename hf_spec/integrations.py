@@ -12,7 +12,7 @@ from typing import Any
 from transformers import CompileConfig, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_spec.core.checks import first_line
+from hf_spec.core.checks import AUTO, first_line
 from hf_spec.core.stats import SpecStats
 from hf_spec.decoding.loop import last_stats
 from hf_spec.draft.rollouts import RolloutHistory
@@ -24,10 +24,11 @@ logger = logging.getLogger(__name__)
 class TRLCallback(TrainerCallback):
     """Sets what a strategy needs in a trainer of TRL, and logs what its rollouts gain.
 
-    ``trainer.add_callback(TRLCallback(trainer))``. The trainer's own entries of the log then have
-    ``rollouts/tau``, ``rollouts/speed`` (over plain steps, where some were timed) and
-    ``rollouts/time`` (share of the time since the last entry). Of several calls of ``generate``
-    within a step, as with tools, the last one counts.
+    ``trainer.add_callback(TRLCallback(trainer))``. Rollouts that name no strategy then have
+    ``auto``: that of the active adapter, or ``token_recycling`` without one. The trainer's own
+    entries of the log have ``rollouts/tau``, ``rollouts/speed`` (over plain steps, where some were
+    timed) and ``rollouts/time`` (share of the time since the last entry). Of several calls of
+    ``generate`` within a step, as with tools, the last one counts.
 
     Args:
         trainer: its rollouts call ``generate``: GRPO, RLOO, online DPO.
@@ -41,15 +42,16 @@ class TRLCallback(TrainerCallback):
         self._model, self._total, self._new = trainer.model, SpecStats(), SpecStats()
         self._seen, self._since = last_stats(trainer.model), time.perf_counter()
         config: Any = getattr(trainer, "generation_config", None)
-        strategy = getattr(config, "assistant_strategy", None)
         if getattr(trainer.args, "use_vllm", False):
             logger.warning("use_vllm=True: rollouts don't call generate(), so no strategy is used.")
-        elif strategy is None:
+        elif config is None:
             logger.warning(
-                "These rollouts name no strategy: give generation_kwargs={'assistant_strategy': "
-                "'auto'} to the trainer's config."
-            )
+                "%s has no generation_config, so no strategy is used in its rollouts. GRPO, RLOO "
+                "and online DPO of TRL have one.", type(trainer).__name__,
+            )  # fmt: skip
         else:
+            if config.assistant_strategy is None:
+                config.assistant_strategy = AUTO
             config.use_cache = True  # online DPO's is that of training
             if record:
                 config.compile_config = CompileConfig(backend=CUDA_GRAPHS)

@@ -14,6 +14,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats
+from hf_spec.decoding.loop import last_stats
 from hf_spec.draft.rollouts import RolloutHistory
 from hf_spec.files import NoRoom
 from hf_spec.integrations import TRLCallback
@@ -48,10 +49,19 @@ def trainer(fresh: Tiny, tmp_path: Path) -> Any:
     return made
 
 
-def test_what_is_logged(trainer: Any) -> None:
+@pytest.mark.usefixtures("mtp_as_shipped")
+@pytest.mark.parametrize(
+    ("named", "used"),
+    [(None, "token_recycling"), ("auto", "token_recycling"), ("prompt_lookup", "prompt_lookup")],
+)
+def test_what_is_logged(trainer: Any, named: str | None, used: str) -> None:
+    """Of the strategy that rollouts name, or of the one that fits the model."""
+    trainer.generation_config.assistant_strategy = named
     trainer.add_callback(TRLCallback(trainer))
     assert trainer.generation_config.use_cache
     trainer.train()
+    stats = last_stats(trainer.model)
+    assert stats is not None and stats.strategy == used
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(entries) == 2
     for entry in entries:
@@ -116,14 +126,14 @@ def test_recording_is_asked_for(trainer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("case", "expected"),
-    [("vllm", "no strategy is used"), ("no strategy", "generation_kwargs={'assistant_strategy'"),
+    [("vllm", "no strategy is used"), ("no config", "Trainer has no generation_config"),
      ("slow", "0.50 of the speed of plain steps: leave the strategy out")],
 )  # fmt: skip
 def test_warnings(trainer: Any, caplog: Any, case: str, expected: str) -> None:
     if case == "vllm":
         trainer.args = SimpleNamespace(use_vllm=True)
-    elif case == "no strategy":
-        trainer.generation_config.assistant_strategy = None
+    elif case == "no config":
+        del trainer.generation_config
     with caplog.at_level(logging.WARNING):
         callback = TRLCallback(trainer)
         callback._total.merge(SpecStats("x", num_steps=2, forward_seconds=2.0, plain_seconds=1.0))

@@ -25,7 +25,7 @@ def train(model, output_dir: str, **settings):
         "per_device_train_batch_size": 4,
         "max_completion_length": 64,
         "max_steps": 20,
-        "generation_kwargs": {"assistant_strategy": "prompt_lookup"},
+        "generation_kwargs": {"assistant_strategy": "auto"},
         **settings,
     }
     trainer = GRPOTrainer(

@@ -108,6 +108,11 @@ RUNS = {
         "--max-new-tokens 20 --first 0.5 --output {out}/threshold.svg",
         "threshold.svg", "drafting stages",
     ),
+    "recycling": (
+        "contexts successors rollouts --model {base} --prompts {prompts} --limit 1 --samples 2 "
+        "--temperature 1 --max-new-tokens 8 --output {out}/recycling.json",
+        "recycling.json", '"the same, accepted nodes only": 1.*"both": [1-9]',
+    ),
     "wide": (
         "{base} --layers 5 --adapter {heads} --output {out}/deep",
         "deep/adapters/heads/adapter_config.json", "MEDUSA",

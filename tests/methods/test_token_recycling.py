@@ -198,6 +198,23 @@ def test_without_keep_table_each_call_starts_anew(fresh: Any) -> None:
     assert steps() == alone
 
 
+def test_rows_of_a_batch_teach_each_other(fresh: Any) -> None:
+    """One that is ahead in the same text, as siblings of one prompt are in parts of theirs."""
+    model = fresh("llama")
+    text = model.generate(prompt(12), max_new_tokens=40, do_sample=False)
+
+    def row_steps(*starts: int) -> int:
+        ids = torch.zeros(len(starts), max(starts), dtype=torch.long)
+        for row, start in enumerate(starts):
+            ids[row, -start:] = text[0, :start]
+        mask = (torch.arange(max(starts)) >= max(starts) - torch.tensor([starts]).T).long()
+        spec = drafting("token_recycling", lookup=False, keep_table=False)
+        check_same(model, spec, ids, attention_mask=mask, max_new_tokens=24)
+        return int(hf_spec.last_stats(model).num_row_steps)
+
+    assert row_steps(12, 18) < row_steps(12) + row_steps(18) - 2
+
+
 def test_typical_acceptance_does_not_depend_on_earlier_calls(fresh: Any) -> None:
     model = fresh("llama")
     spec = drafting("token_recycling", acceptance="typical", lookup=False)
