@@ -117,6 +117,10 @@ def serve(
             min=1, help="Most tokens that there is room for in their caches.  [default: no limit]"
         ),
     ] = None,
+    prompt_part: Annotated[
+        int | None,
+        Option(min=1, help="Most tokens of prompts that run between two steps.  [default: 256]"),
+    ] = None,
 ) -> None:
     """Run 'transformers serve' with adapters and a strategy.
 
@@ -152,7 +156,9 @@ def serve(
             f"{install_extra('serve')}"
         ) from error
     _check_passed_on(context, transformers_app)
-    limits = {"max_rows": max_rows, "max_cached_tokens": max_cached_tokens}
+    limits = {
+        "max_rows": max_rows, "max_cached_tokens": max_cached_tokens, "prompt_part": prompt_part,
+    }  # fmt: skip
     continuous = "--continuous-batching" in context.args
     _prepare_models(adapter or (), strategy, do_sample, continuous, share_steps, limits)
     try:
