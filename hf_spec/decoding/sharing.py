@@ -21,6 +21,7 @@ from hf_spec.core.memory import locked, memory
 from hf_spec.decoding.prefill import WHOLE, Parts
 from hf_spec.decoding.shared import Call, SharedSteps, kind_of
 from hf_spec.decoding.step import Steps
+from hf_spec.modeling_patches.dynamic_rope import rope_ends
 from hf_spec.modeling_patches.modules import unwrapped
 
 # -- Turns: prompts and steps run one after the other ----------------------------------------------
@@ -382,6 +383,17 @@ class StepSharing:
             raise InterruptedError("the program ends")
         batch.step(arrived)
         return True
+
+
+def takes_turns(model: nn.Module) -> str | None:
+    """Why calls of a model must come one after the other; None if they need not."""
+    if not isinstance(model, GenerationMixin):
+        return "the model has no generate()"
+    if rope_ends(model):
+        return "its rotary frequencies follow the length of the sequence"
+    if any(one.is_meta for one in model.parameters()):
+        return "some of its weights are offloaded"
+    return None
 
 
 def share_steps(

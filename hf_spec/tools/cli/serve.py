@@ -204,7 +204,7 @@ def _prepare_models(
     of :func:`share_steps`."""
     from hf_spec.decoding.call import check_strategy
     from hf_spec.decoding.loop import on_stats
-    from hf_spec.decoding.sharing import share_steps
+    from hf_spec.decoding.sharing import share_steps, takes_turns
     from hf_spec.modeling_patches.served_models import on_load, on_metrics, on_request
     from hf_spec.target.packed_weights import pack_where_it_pays
     from hf_spec.tools.cli.metrics import Metrics
@@ -245,7 +245,7 @@ def _prepare_models(
             _report(stats)
 
         on_stats(model, told)
-        why = _takes_turns(model)
+        why = takes_turns(model)
         if shares and why is None:
             metrics.follow(name, share_steps(model, **given))
         elif shares:
@@ -254,21 +254,6 @@ def _prepare_models(
     on_load(prepare)
     on_request(_check_request, _at_once)
     on_metrics(metrics.text)
-
-
-def _takes_turns(model: Any) -> str | None:
-    """Why a model answers one request at a time; None if it need not."""
-    from transformers import GenerationMixin
-
-    from hf_spec.modeling_patches.dynamic_rope import rope_ends
-
-    if not isinstance(model, GenerationMixin):
-        return "the model has no generate()"
-    if rope_ends(model):
-        return "its rotary frequencies follow the length of the sequence"
-    if any(one.is_meta for one in model.parameters()):
-        return "some of its weights are offloaded"
-    return None
 
 
 def _at_once(model: Any, config: Any) -> int:
