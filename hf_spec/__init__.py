@@ -34,6 +34,7 @@ if not _waits:
     from hf_spec.core.stats import SpecStats
     from hf_spec.core.tree import Tree
     from hf_spec.decoding.batches import generate_batch as _generate_batch
+    from hf_spec.decoding.batches import init_continuous_batching as _init_continuous_batching
     from hf_spec.decoding.call import SpecConfig, warm_up
     from hf_spec.decoding.call import check_arguments as _check_arguments
     from hf_spec.decoding.call import note_source as _note_source
@@ -75,6 +76,7 @@ if not _waits:
             custom=generate,
             default=_AUTO,
             decode_batch=_generate_batch,
+            batch_requests=_init_continuous_batching,
             check_names=_check_arguments,
         )
     )

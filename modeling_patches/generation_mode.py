@@ -68,6 +68,7 @@ class Mode(NamedTuple):
         default: value of the first attribute then, where the call names none.
         decode_batch: called like ``GenerationMixin.generate_batch`` where the first attribute is
             set.
+        batch_requests: called like ``GenerationMixin.init_continuous_batching``, likewise.
         check_names: ``check_names(model, value, kwargs)`` before a call with the first attribute
             set, whose arguments are these; raises an error for one that belongs elsewhere.
     """
@@ -80,6 +81,7 @@ class Mode(NamedTuple):
     custom: Callable[..., Any]
     default: str
     decode_batch: Callable[..., Any]
+    batch_requests: Callable[..., Any]
     check_names: Callable[[Any, Any, dict[str, Any]], None]
 
     def option(self, config: Any) -> Any:
@@ -197,13 +199,22 @@ def _wrap_generate(mode: Mode) -> None:
             mode.refuse_both(repr(str(*args[:1])), _asked.get(), "")
         return function
 
-    @patch_method(GenerationMixin, "generate_batch")
-    def generate_batch(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        values = (*args, *kwargs.values(), self.generation_config)
-        config = next(value for value in values if isinstance(value, GenerationConfig))
-        if kwargs.get(switch, mode.option(config)) is not None:
-            return mode.decode_batch(self, *args, **kwargs)
-        return original(self, *args, **kwargs)
+    for name, own in (
+        ("generate_batch", mode.decode_batch),
+        ("init_continuous_batching", mode.batch_requests),
+    ):
+        patch_method(GenerationMixin, name)(functools.partial(_of_batches, mode, own))
+
+
+def _of_batches(
+    mode: Mode, own: Callable[..., Any], original: Any, self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """A method of continuous batching, or ``own`` if the mode's option is set."""
+    values = (*args, *kwargs.values(), self.generation_config)
+    config = next(value for value in values if isinstance(value, GenerationConfig))
+    if kwargs.get(mode.attributes[0], mode.option(config)) is not None:
+        return own(self, *args, **kwargs)
+    return original(self, *args, **kwargs)
 
 
 @functools.cache

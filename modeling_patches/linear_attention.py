@@ -55,6 +55,7 @@ class Rule(NamedTuple):
     state_ndim: int  # dimensions of its state, the batch included
     keeps: tuple[str, ...]  # names of what it keeps
     kind: str = "rule"  # or "conv": which of a layer's states it advances
+    goes_on: bool = True  # whether Transformers goes on from its state by several tokens
 
 
 class Step:
@@ -416,7 +417,7 @@ def mamba1_advance(state: Tensor, kept: Kept, path: Tensor, counts: Tensor) -> T
 
 
 MAMBA2 = DELTA._replace(run=mamba2_run)
-MAMBA1 = Rule(mamba1_run, mamba1_advance, 3, ("d", "x", "b", "a"))
+MAMBA1 = Rule(mamba1_run, mamba1_advance, 3, ("d", "x", "b", "a"), goes_on=False)
 
 
 # -- Trees of tokens in a model's recurrent layers -------------------------------------------------

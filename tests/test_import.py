@@ -141,6 +141,7 @@ def test_import_is_idempotent(tiny: Tiny) -> None:
             GenerationMixin._hf_spec_decode,
             GenerationMixin._validate_generation_mode,
             GenerationMixin.generate_batch,
+            GenerationMixin.init_continuous_batching,
             dict(generation_utils.GENERATION_MODES_MAPPING),
         )
 

@@ -334,7 +334,7 @@ class Served:
     [
         ((), {}, 32),
         ((True, {"max_rows": 3, "max_cached_tokens": None}), {}, 3),
-        ((True, {"max_cached_tokens": 64}), {}, 32),
+        ((True, {"max_cached_tokens": 64, "prompt_part": 9}), {}, 32),
         ((), {"assistant_strategy": None}, 1),
         ((), {"cache_implementation": "static"}, 1),
         ((), {"compile_config": CompileConfig()}, 1),
@@ -349,7 +349,9 @@ def test_how_many_requests_run_at_once(monkeypatch, checkpoint, sharing, kind, a
     config.update(**kind)
     assert served.at_once(model, config) == at_once
     if found := StepSharing.of(model):
-        assert found.max_cached_tokens == dict(*sharing[1:]).get("max_cached_tokens")
+        limits = dict(*sharing[1:])
+        assert found.max_cached_tokens == limits.get("max_cached_tokens")
+        assert found.prompt_part == limits.get("prompt_part", 256)
 
 
 @needs_packages

@@ -224,6 +224,7 @@ class Stopwatch:
         self._began = time.perf_counter()
         self.waited = self._waited = 0.0
         self._spent = dict.fromkeys(PHASES, 0.0)
+        self._phase: str | None = None
         #: Phases that the device may not have finished: name, start event and end event.
         self._running: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -233,8 +234,12 @@ class Stopwatch:
         is ``hf_spec.<name>``."""
         # A label takes a few microseconds also where no profiler runs.
         label = record_function(f"hf_spec.{name}") if _profiler_enabled() else nullcontext()
-        with label, self._timed(name):
-            yield
+        self._phase = name
+        try:
+            with label, self._timed(name):
+                yield
+        finally:
+            self._phase = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -242,6 +247,19 @@ class Stopwatch:
         start = time.perf_counter()
         yield
         self._waited += time.perf_counter() - start
+
+    def without(self, wait: Callable[[], None]) -> Callable[[], None]:
+        """A function that waits for others, whose time is left out, also of the phase that runs."""
+
+        def waits() -> None:
+            start = time.perf_counter()
+            wait()
+            seconds = time.perf_counter() - start
+            self._began += seconds
+            if self._phase is not None:
+                self._spent[self._phase] -= seconds
+
+        return waits
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -1,7 +1,8 @@
-"""``generate_batch()`` with a strategy: many prompts, of which some run at once."""
+"""``generate_batch()`` and ``init_continuous_batching()`` with a strategy."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -10,12 +11,15 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from hf_spec.decoding.call import check_strategy
 from hf_spec.draft.options import DraftOptions
 
 #: Most sequences at once where nobody says how many.
 ROWS = 32
 #: The option of continuous batching that says it.
 MOST = "max_requests_per_batch"
+#: The option of strategies that says it.
+ROWS_OPTION = "max_rows"
 #: What else is taken: there is no cache that is made in advance, of whose size this is a limit.
 #: TRL always sets it.
 IN_ADVANCE = "max_memory_percent"
@@ -60,28 +64,23 @@ def generate_batch(
         "persistent_manager": persistent_manager, "max_time": given.max_time,
     }  # fmt: skip
     others = {
-        **{name: value for name, value in wanted.items() if value}, **_changed(batching),
+        **{name: value for name, value in wanted.items() if value},
         **{name: value for name, value in sorted(kwargs.items()) if name not in TAKEN},
     }  # fmt: skip
-    for name, value in others.items():
-        if name not in (MOST, IN_ADVANCE):
-            raise ValueError(
-                f"{name}={value!r} in generate_batch with a strategy: it has no paged cache, and "
-                f"takes {', '.join((*TAKEN, MOST))} and a generation_config. Leave it out, or give "
-                "assistant_strategy=None."
-            )
+    _check("generate_batch", TAKEN, others, batching)
     if not inputs:
         return {}
     begun = time.perf_counter()
     named = kwargs.pop("assistant_kwargs", None)
     options = dict(_options_of(given) if named is None else named)
-    options.setdefault("max_rows", getattr(batching, MOST, None) or ROWS)
+    options.setdefault(ROWS_OPTION, getattr(batching, MOST, None) or ROWS)
     lengths = [len(one) for one in inputs]
     ids = torch.zeros(len(inputs), max(lengths), dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, (one, length) in enumerate(zip(inputs, lengths)):
         ids[row, ids.shape[1] - length :] = torch.tensor(one, dtype=torch.long)
         mask[row, ids.shape[1] - length :] = 1
+    model.eval()  # as Transformers' own does
     out = model.generate(
         ids.to(model.device), attention_mask=mask.to(model.device), generation_config=given,
         assistant_kwargs=options, return_dict_in_generate=False, **kwargs,
@@ -100,6 +99,49 @@ def generate_batch(
             created_time=begun, lifespan=(begun, ended),
         )  # fmt: skip
     return found
+
+
+def init_continuous_batching(
+    model: Any,
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: Any = None,
+    workload_hints: Any = None,
+) -> Any:
+    """Answer requests as they come: ``model.init_continuous_batching`` with a strategy.
+
+    Args:
+        generation_config: names the strategy, unless the model's does.
+        continuous_batching_config: as of :func:`generate_batch`.
+        workload_hints: there is nothing to be sized by them.
+
+    Returns:
+        A :class:`hf_spec.decoding.manager.RequestManager`.
+
+    Raises:
+        ValueError: an option does not work with a strategy.
+    """
+    from hf_spec.decoding.manager import RequestManager  # loads Transformers' batching
+
+    given: Any = copy.deepcopy(generation_config or model.generation_config)
+    batching = continuous_batching_config or getattr(given, "continuous_batching_config", None)
+    _check("init_continuous_batching", (), {}, batching)
+    options, given.continuous_batching_config = _options_of(given), None
+    given.update(**model.generation_config.to_dict(), defaults_only=True)
+    check_strategy(model, given)
+    most = options.get(ROWS_OPTION) or getattr(batching, MOST, None) or ROWS
+    return RequestManager(model, given, most)
+
+
+def _check(where: str, taken: Sequence[str], given: dict[str, Any], batching: Any) -> None:
+    """Raise a ValueError for options, ``given`` or of continuous batching, that only Transformers'
+    paged cache has; ``taken``: those that ``where`` takes."""
+    for name, value in {**given, **_changed(batching)}.items():
+        if name not in (MOST, IN_ADVANCE):
+            raise ValueError(
+                f"{name}={value!r} in {where} with a strategy: it has no paged cache, and "
+                f"takes {', '.join((*taken, MOST))} and a generation_config. Leave it out, or give "
+                "assistant_strategy=None."
+            )
 
 
 def _changed(batching: Any) -> dict[str, Any]:

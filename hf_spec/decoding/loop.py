@@ -28,7 +28,7 @@ from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.cache_reuse import CacheOwner, check_alone
 from hf_spec.decoding.call import validate_call
-from hf_spec.decoding.prefill import Prompt, prompt_ids, real_tokens
+from hf_spec.decoding.prefill import WHOLE, Parts, Prompt, prompt_ids, real_tokens
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.decoding.shared import refusal
@@ -167,8 +167,11 @@ def decode(
         stack.push(strategy.after_shortage)
         if sharing is not None:
             stack.enter_context(sharing.admitted(rows, sequences.max_length))
-        with nullcontext() if sharing is None else sharing.turns.taken():
-            steps = _after_prompt(strategy, config, input_ids, model_kwargs, scorer, owner, watch)
+        turn = None if sharing is None else sharing.prompt(rows, sequences.width)
+        with turn or nullcontext(WHOLE) as parts:
+            steps = _after_prompt(
+                strategy, config, input_ids, model_kwargs, scorer, owner, watch, parts=parts
+            )
             if sharing is not None and _nested(steps):
                 sharing, alone = None, "what its forwards get may be of rows"
             take: Callable[[], None] = partial(_take_all, steps, synced_gpus)
@@ -240,8 +243,14 @@ def _keep(model: Any, stats: SpecStats) -> None:
 def _after_prompt(
     strategy: Strategy, config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any],
     scorer: Scorer, owner: CacheOwner, watch: Stopwatch, seeds: Sequence[int] | None = None,
+    parts: Parts = WHOLE,
 ) -> Steps:  # fmt: skip
-    """Run the prompt and take the first token of each row; ``seeds``: see :class:`Acceptance`."""
+    """Run the prompt and take the first token of each row.
+
+    Args:
+        seeds: see :class:`Acceptance`.
+        parts: how the prompt runs.
+    """
     model, drafter = strategy.model, strategy.drafter
     rollouts, earlier, sequences = strategy.options.history, None, owner.sequences
     if rollouts is not None:
@@ -249,10 +258,11 @@ def _after_prompt(
         seeds = earlier.seeds
     kind = memory(model).get(Acceptance, Acceptance)  # benchmarks may set another one
     acceptance = kind(config, strategy.options, scorer, seeds)
+    parts = parts._replace(between=watch.without(parts.between))
     with watch.phase("forward"):
         prompt = Prompt(
             model, input_ids, config, model_kwargs, owner, drafter.probe_inputs, drafter.reads,
-            strategy.graphs,
+            strategy.graphs, parts,
         )  # fmt: skip
         prefilled = strategy.run(prompt.run)
     cache = prefilled.target.cache
@@ -269,7 +279,8 @@ def _after_prompt(
         do_sample=strategy.samples, process=scorer, stats=watch.stats, timed=strategy.timed,
         draft_cost=policy.draft_cost(), noise=acceptance.noise,
         lookups=lookups,
-        prompt_part=config.prefill_chunk_size or DecodeState.prompt_part,
+        prompt_part=config.prefill_chunk_size or parts.most or DecodeState.prompt_part,
+        between_parts=parts.between,
     )  # fmt: skip
     steps = Steps(state, strategy, acceptance, policy, watch, owner, history, earlier)
     # The prompt's hidden states are the drafter's from here on, who may drop them.
@@ -278,6 +289,9 @@ def _after_prompt(
         state.forced = BatchForced(
             scorer.processors, len(sequences.lengths), vocabulary(model), sequences.eos
         )
+    if parts.most is not None and any(state.active):
+        steps.settle()  # the drafter's prompt is run in parts, too
+        drafter.complete(state)
     if getattr(config, "_warms_up", False):
         steps.warm()
     return steps

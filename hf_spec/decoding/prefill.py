@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -252,6 +254,25 @@ def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | No
     return attention_mask[:, -width:].bool() if width else attention_mask[:, :0].bool()
 
 
+def _nothing() -> None: ...
+
+
+class Parts(NamedTuple):
+    """How a prompt runs beside other calls.
+
+    Attributes:
+        most: tokens of each row that run at once; None: all of them.
+        between: called between two parts.
+    """
+
+    most: int | None = None
+    between: Callable[[], None] = _nothing
+
+
+#: The whole prompt at once, unless the call says otherwise.
+WHOLE = Parts()
+
+
 @dataclass
 class Prompt:
     """A call's prompt, and what its forward needs.
@@ -260,6 +281,7 @@ class Prompt:
         probe_inputs: of the probes that later forwards run; None if they run none.
         reads: the hidden states that are returned.
         graphs: compiled code for the forwards after the prompt; the prompt itself runs uncompiled.
+        parts: in which it runs if it can be divided, and the call does not say in which.
     """
 
     model: Any
@@ -270,6 +292,7 @@ class Prompt:
     probe_inputs: ProbeInputs | None
     reads: Reads
     graphs: Graphs | None = None
+    parts: Parts = WHOLE
 
     def __post_init__(self) -> None:
         sequences, given = self.owner.sequences, (self.model, self.input_ids, self.model_kwargs)
@@ -280,6 +303,7 @@ class Prompt:
         columns = self.budget + (sequences.width if mask is None else mask.shape[1])
         self.continues = isinstance(self.owner.given, TreeCache)
         self.gaps = check_gaps(self.model, self.real, self.continues, columns)
+        self._begun = False
 
     def run(self) -> Prefilled:
         """Run it; returns a tree forward that continues it, and what it leaves to the drafter."""
@@ -320,12 +344,17 @@ class Prompt:
             check_packable(owner.given)
             if owner.filled is not None:
                 _check_single_row(self.input_ids, self.real)
-        run, chunks = model._prefill, []
-        if reads.nodes:  # otherwise the model runs as it is, compiled if it is compiled
-            changes = Changes()
+        run, chunks, config, changes = model._prefill, [], self.config, Changes()
+        if reads.nodes:
             chunks = captured(model, changes, reads.layers, _last, reads.tokens == "last")
+        if in_parts := self.parts.most is not None:
+            changes.before(model, self._between)
+            if config.prefill_chunk_size is None and self._can_be_divided:
+                config = copy.copy(config)
+                config.prefill_chunk_size = self.parts.most
+        if reads.nodes or in_parts:  # otherwise the model runs as it is, compiled if it is compiled
             run = partial(changes.run, run)
-        outputs = run(self.input_ids, self.config, self.model_kwargs, is_first_iteration=True)
+        outputs = run(self.input_ids, config, self.model_kwargs, is_first_iteration=True)
         source = outputs.get(CACHE)
         warn_if_slow(model, source)
         check_packable(source)
@@ -338,6 +367,24 @@ class Prompt:
         cache.depend_on(self.first.once(later) + self.gaps)
         cache.generated = self.first.changed(later)
         return Prefilled(self._target(cache, cache.lengths, later), logits, hidden, following)
+
+    @property
+    def _can_be_divided(self) -> bool:
+        """Whether forwards of parts of the prompt give what that of the whole gives."""
+        given, rules = self.model_kwargs, recurrent_rules(self.model).values()
+        tokens_alone = self.first.others.keys() <= self.later.others.keys()
+        # Transformers counts the tokens of earlier parts in layers of attention.
+        counted = not all(getattr(given.get(CACHE), "is_linear", [True]))
+        return (
+            tokens_alone and not self.later.per_token and given.get("inputs_embeds") is None
+            and counted and all(rule.goes_on for rule in rules)
+        )  # fmt: skip
+
+    def _between(self, args: Any, kwargs: Any) -> None:
+        """Before a forward of the prompt."""
+        if self._begun:
+            self.parts.between()
+        self._begun = True
 
     def _cache(self, source: DynamicCache, logits: Tensor) -> TreeCache:
         """The call's cache, from the states that the prompt's forward left; ``logits`` ``(batch,

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
@@ -17,41 +18,90 @@ from transformers import GenerationMixin
 
 from hf_spec.core.checks import check_count
 from hf_spec.core.memory import locked, memory
+from hf_spec.decoding.prefill import WHOLE, Parts
 from hf_spec.decoding.shared import Call, SharedSteps, kind_of
 from hf_spec.decoding.step import Steps
+from hf_spec.modeling_patches.dynamic_rope import rope_ends
 from hf_spec.modeling_patches.modules import unwrapped
 
 # -- Turns: prompts and steps run one after the other ----------------------------------------------
 
 
-class Turns:
-    """Lets one thread at a time run, in the order in which they come.
+@dataclass(eq=False)
+class Turn:
+    """One that a thread waits for, or has.
 
     Attributes:
-        holder: the thread whose turn it is; None if it is nobody's.
+        step: whether a step is taken in it, and not a prompt run.
+        tokens: of the prompt that run in it, or in the part of it until others have theirs.
     """
 
-    def __init__(self) -> None:
-        self.holder: int | None = None
+    step: bool
+    tokens: int = 0
+    thread: int = field(default_factory=threading.get_ident)
+
+
+class Turns:
+    """Lets one thread at a time run, in the order in which they come. A step that waits is next
+    once so many tokens of prompts have run since the last one.
+
+    Args:
+        most: that number of tokens.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
         self._changed = threading.Condition()
-        self._waiting: deque[object] = deque()  # the first one has its turn
+        self._waiting: deque[Turn] = deque()  # with the one that somebody has
+        self._held: Turn | None = None
+        self._tokens = 0  # of prompts since the last step
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Wait for a turn, which the block is."""
-        turn = object()
+    def taken(self, step: bool = False) -> Iterator[Turn]:
+        """Wait for a turn, which the block is; ``step``: see :class:`Turn`."""
+        turn = Turn(step)
         try:
             with self._changed:
                 self._waiting.append(turn)
-                self._changed.wait_for(lambda: self._waiting[0] is turn)
-                self.holder = threading.get_ident()
-            yield
+                self._wait(turn)
+            yield turn
         finally:
             with self._changed:
                 if turn in self._waiting:  # else it was interrupted before
-                    self.holder = None if self._waiting[0] is turn else self.holder
                     self._waiting.remove(turn)
-                self._changed.notify_all()
+                self._end(turn)
+
+    def pass_on(self) -> None:
+        """In a turn: let those run who wait, then go on."""
+        with self._changed:
+            turn = self._held
+            assert turn is not None
+            self._waiting.remove(turn)
+            self._waiting.append(turn)
+            self._end(turn)
+            self._wait(turn)
+
+    def is_of(self, thread: int) -> bool:
+        """Whether it is a thread's turn."""
+        held = self._held
+        return held is not None and held.thread == thread
+
+    def _wait(self, turn: Turn) -> None:
+        self._changed.wait_for(lambda: self._held is None and self._next is turn)
+        self._held = turn
+
+    @property
+    def _next(self) -> Turn:
+        first = self._waiting[0]
+        if self._tokens < self.most:
+            return first
+        return next((turn for turn in self._waiting if turn.step), first)
+
+    def _end(self, turn: Turn) -> None:
+        if self._held is turn:
+            self._held = None
+            self._tokens = 0 if turn.step else self._tokens + turn.tokens
+        self._changed.notify_all()
 
 
 # -- What a thread has set, without which its forwards would compute other numbers -----------------
@@ -186,12 +236,16 @@ class StepSharing:
     Attributes:
         max_rows: most sequences at once.
         max_cached_tokens: most tokens that there is room for in their caches; None: no limit.
+        prompt_part: most tokens of prompts that run between two steps.
     """
 
-    def __init__(self, model: nn.Module, max_rows: int, max_cached_tokens: int | None):
+    def __init__(
+        self, model: nn.Module, max_rows: int, max_cached_tokens: int | None, prompt_part: int
+    ):
         self._model = ref(model)  # which keeps this
         self.max_rows, self.max_cached_tokens = max_rows, max_cached_tokens
-        self.turns, self._process = Turns(), os.getpid()
+        self.prompt_part = prompt_part
+        self.turns, self._process = Turns(prompt_part), os.getpid()
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
         self._inside: dict[object, _Room] = {}
@@ -205,13 +259,14 @@ class StepSharing:
         found: StepSharing | None = memory(model).get(_KEY)
         if found is not None and found._process != os.getpid():
             # The calls of the process that this one was forked from go on there.
-            found = memory(model)[_KEY] = cls(model, found.max_rows, found.max_cached_tokens)
+            limits = found.max_rows, found.max_cached_tokens, found.prompt_part
+            found = memory(model)[_KEY] = cls(model, *limits)
         return None if found is not None and found._is_within else found
 
     @property
     def _is_within(self) -> bool:
         me, inside = threading.get_ident(), [*self._inside.values()]
-        return self.turns.holder == me or any(room.thread == me for room in inside)
+        return self.turns.is_of(me) or any(room.thread == me for room in inside)
 
     @property
     def rows(self) -> int:
@@ -270,6 +325,17 @@ class StepSharing:
                 self._changed.notify_all()
 
     @contextmanager
+    def prompt(self, rows: int, width: int) -> Iterator[Parts]:
+        """Wait until a call's prompt, of ``(rows, width)``, may run; gives how. Where no other call
+        takes steps, the whole of it runs at once."""
+        with self.turns.taken() as turn:
+            parts = WHOLE
+            if self._batches:
+                parts = Parts(max(self.prompt_part // rows, 1), self.turns.pass_on)
+            turn.tokens = rows * min(parts.most or width, width)
+            yield parts
+
+    @contextmanager
     def joined(self, steps: Steps) -> Iterator[Callable[[], None]]:
         """Have a call's steps taken with those of others. Gives what waits for its end, and raises
         what its streamer, criteria, processors or forwards have raised; if the block ends before,
@@ -296,9 +362,10 @@ class StepSharing:
     def _take_steps(self, key: Hashable, batch: _Batch) -> None:
         """Take the steps of a batch until it is empty."""
         try:
-            with batch.state.taken_over():
+            # It waits for its next turn as it ends one: its steps are not overtaken.
+            with batch.state.taken_over(), self.turns.taken(step=True):
                 while self._step(key, batch):
-                    pass
+                    self.turns.pass_on()
         except BaseException as error:  # of a forward
             with self._changed:
                 del self._batches[key]
@@ -310,19 +377,29 @@ class StepSharing:
             if not (batch.arrived or batch.running):
                 del self._batches[key]
                 return False
+            arrived, batch.arrived = batch.arrived, []
+            batch.running.update((one.call, one) for one in arrived)
         if _ENDS.is_set():
             raise InterruptedError("the program ends")
-        with self.turns.taken():
-            with self._changed:
-                arrived, batch.arrived = batch.arrived, []
-                batch.running.update((one.call, one) for one in arrived)
-            batch.step(arrived)
+        batch.step(arrived)
         return True
 
 
+def takes_turns(model: nn.Module) -> str | None:
+    """Why calls of a model must come one after the other; None if they need not."""
+    if not isinstance(model, GenerationMixin):
+        return "the model has no generate()"
+    if rope_ends(model):
+        return "its rotary frequencies follow the length of the sequence"
+    if any(one.is_meta for one in model.parameters()):
+        return "some of its weights are offloaded"
+    return None
+
+
 def share_steps(
-    model: nn.Module, max_rows: int = 32, max_cached_tokens: int | None = None
-) -> StepSharing:
+    model: nn.Module, max_rows: int = 32, max_cached_tokens: int | None = None,
+    prompt_part: int = 256,
+) -> StepSharing:  # fmt: skip
     """From now on, calls of ``model.generate`` with a strategy share their steps, whichever threads
     they are in: a call runs its prompt, then joins those that run, and leaves as it ends.
 
@@ -337,6 +414,9 @@ def share_steps(
             first served; one that alone is larger waits until no other runs.
         max_cached_tokens: the same for the tokens that there is room for in their caches: as many
             for each sequence as the longest prompt with its longest answer has.
+        prompt_part: most tokens of prompts that run between two steps: longer prompts run in parts.
+            Fewer of them shorten the pauses of other calls' answers, and more of them the time to
+            the first token. Where no other call takes steps, a prompt runs as a whole.
 
     Returns:
         What ends the sharing: by ``stop()``, or at the end of a ``with`` block.
@@ -352,7 +432,8 @@ def share_steps(
     check_count("max_rows", max_rows, 1)
     if max_cached_tokens is not None:
         check_count("max_cached_tokens", max_cached_tokens, 1)
-    sharing = StepSharing(inner, max_rows, max_cached_tokens)
+    check_count("prompt_part", prompt_part, 1)
+    sharing = StepSharing(inner, max_rows, max_cached_tokens, prompt_part)
     if memory(inner).setdefault(_KEY, sharing) is not sharing:
         raise ValueError(
             f"calls of this {type(inner).__name__} already share their steps: stop() what "

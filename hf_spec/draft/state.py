@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -82,6 +82,7 @@ class DecodeState(FollowsRows):
         looked_up: what this step has looked up for each sequence, and what is forced.
         noise: what the next tokens will be sampled with; None if the output would depend on it.
         prompt_part: most tokens of each prompt that a drafter should run at once.
+        between_parts: to be called between two such parts: other calls may take steps.
     """
 
     model: Any
@@ -101,6 +102,7 @@ class DecodeState(FollowsRows):
     looked_up: Sequence[Row] = ()
     noise: SamplingNoise | None = None
     prompt_part: int = 4096
+    between_parts: Callable[[], None] = lambda: None
 
     of_rows = ("sequences", "cache", "target", "drafter", "lookups", "forced", "noise", "root")
 

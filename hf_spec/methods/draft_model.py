@@ -348,6 +348,8 @@ class DraftModelPredictor(AssistantPredictor):
         at_once = width if rules else state.prompt_part
         for start in range(0, width, at_once):
             end = start + at_once
+            if start:
+                state.between_parts()
             given = supported_kwargs(
                 assistant, input_ids=ids[:, start:end], attention_mask=mask[:, :end].long(),
                 position_ids=positions[:, start:end], use_cache=True, logits_to_keep=1,

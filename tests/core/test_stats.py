@@ -119,6 +119,24 @@ def test_time_outside_phases_is_other(clock: FakeClock) -> None:
     assert stats.total_seconds == clock.now - 100.0
 
 
+def test_waiting_for_others_is_left_out(clock: FakeClock) -> None:
+    stats = SpecStats()
+    watch = Stopwatch(stats, torch.device("cpu"))
+
+    def wait() -> None:
+        clock.now += 16.0
+
+    between = watch.without(wait)
+    clock.now += 1.0
+    between()
+    with watch.phase("forward"):
+        clock.now += 2.0
+        between()
+        clock.now += 4.0
+    assert watch.step() == 7.0
+    assert (stats.forward_seconds, stats.other_seconds) == (6.0, 1.0)
+
+
 def test_a_device_is_not_waited_for(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the device has not finished is booked with a later step; the last one waits."""
     done, waits = [0.0], []  # what the device has come to

@@ -58,7 +58,7 @@ def test_answers_are_those_of_each_prompt_alone(
 
 def test_the_model_s_own_strategy_and_the_call_s_options() -> None:
     """The number of rows may also be an option of the strategy."""
-    model, seen = shared("llama_tied"), []
+    model, seen = shared("llama_tied").train(), []
     config = hf_spec.SpecConfig("prompt_lookup", {"max_rows": 3}, **OPTIONS)
     wanted = alone(model)
     with pytest.MonkeyPatch.context() as patch:
@@ -69,7 +69,7 @@ def test_the_model_s_own_strategy_and_the_call_s_options() -> None:
         )
         found = model.generate_batch(INPUTS)
     assert [one.generated_tokens for one in found.values()] == wanted and max(seen) == 3
-    assert model.generate_batch([], **LOOKUP) == {}
+    assert model.generate_batch([], **LOOKUP) == {} and not model.training
 
 
 def test_several_answers_to_a_prompt_have_transformers_names() -> None:

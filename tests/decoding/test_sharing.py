@@ -7,18 +7,23 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from weakref import ref
 
+import multimodal
 import pytest
 import torch
-from conftest import CLOSE, Tiny, prompt, shared
+from conftest import CLOSE, Tiny, prompt, ragged, shared
 from peft import LoraConfig, get_peft_model
 from processors import Criterion, Fails, Failure, Matcher, Processor
+from recurrent_models import shared_recurrent
 from running import CAPTURED, drafting
+from test_method_contract import FIRST, adapted, strategy
 from test_shared import GREEDY, LOOKUP, SKIPPING, of_all, requests
 
 import hf_spec
@@ -26,6 +31,9 @@ from hf_spec import RolloutHistory, StepSharing, last_stats, share_steps
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.memory import memory
 from hf_spec.decoding.loop import on_stats
+from hf_spec.decoding.prefill import Prompt
+from hf_spec.decoding.shared import SharedSteps
+from hf_spec.decoding.sharing import Turns
 from hf_spec.draft.drafter import Drafter
 from hf_spec.methods.prompt_lookup import PromptLookupDrafter
 from hf_spec.modeling_patches.modules import CACHE
@@ -205,6 +213,139 @@ def test_outputs_of_their_own(sizes: list[int], architecture: str) -> None:
             later = model.generate(**again, **LOOKUP, **{CACHE: ours[CACHE]})
             assert last_stats(model).details["shared"] == {"alone": "its cache is the caller's"}
             assert later.tolist() == model.generate(**again).tolist()
+
+
+# -- prompts in parts ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The threads of prompts, once for each part, and None for each step."""
+    found: list[Any] = []
+    between, take = Prompt._between, SharedSteps.take
+
+    def part(self: Prompt, *given: Any) -> None:
+        between(self, *given)
+        found.append(threading.get_ident())
+
+    def step(self: SharedSteps) -> None:
+        take(self)
+        found.append(None)
+
+    monkeypatch.setattr(Prompt, "_between", part)
+    monkeypatch.setattr(SharedSteps, "take", step)
+    return found
+
+
+def long_and_short(steps: int = 60, **given: Any) -> list[dict[str, Any]]:
+    """A call that takes many steps, and others that come with long prompts."""
+    made = [{"input_ids": prompt(5, seed=1), "max_new_tokens": steps}]
+    made += [{"input_ids": prompt(length, seed=length), "max_new_tokens": 4} for length in (17, 11)]
+    made.append({**ragged((9, 7)), "max_new_tokens": 3})
+    return of_all(made, **given)
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama_tied", "gemma3", "gpt2", "qwen3_5_text", "falcon_h1", "jamba", "mamba2"]
+)
+def test_long_prompts_run_in_parts_between_the_steps_of_others(
+    events: list[Any], kind: str
+) -> None:
+    """Also of models with sliding windows, tables of positions, and recurrent states; where
+    Transformers loses these, the whole prompt runs at once."""
+    recurrent = kind in ("qwen3_5_text", "falcon_h1", "jamba", "mamba2")
+    model = shared_recurrent(kind) if recurrent else shared(kind)
+    made = long_and_short(**GREEDY)
+    wanted = plain(model, made)
+    more = of_all(made, **LOOKUP)
+    with share_steps(model, prompt_part=4) as sharing, at_once(sharing, model, more) as calls:
+        assert outcomes(calls) == wanted
+    parts = Counter(event for event in events if event is not None)
+    whole = kind in ("jamba", "mamba2")
+    assert sorted(parts.values()) == ([1] * 3 if whole else [3, 5, 5])  # 11 / 4, 17 / 4, 9 / 2
+    last = max(place for place, event in enumerate(events) if event is not None)
+    for before, after in pairwise(events[events.index(None) : last]):
+        assert before is None or after is None  # steps between
+
+
+@pytest.mark.parametrize(("name", "variant"), FIRST, ids=[name for name, _ in FIRST])
+def test_every_strategy_with_prompts_in_parts(
+    fresh: Tiny, events: list[Any], name: str, variant: str
+) -> None:
+    """Some read hidden states of all tokens, or run the prompt themselves."""
+    model, made = fresh("llama_tied"), long_and_short(12, **GREEDY)
+    wanted = plain(model, made)
+    more = of_all(made, **strategy(name, variant))
+    with (
+        adapted(model, name, variant),
+        share_steps(model, prompt_part=4) as sharing,
+        at_once(sharing, model, more) as calls,
+    ):
+        assert outcomes(calls) == wanted
+    assert len(events) - events.count(None) > 3 + 3
+
+
+def test_a_prompt_with_an_image_runs_at_once(events: list[Any]) -> None:
+    """Its tokens see each other in both directions."""
+    model = multimodal.build("gemma3")
+    made = [{**multimodal.prompts("gemma3", [(1, 8)]), "max_new_tokens": 12, **GREEDY}] * 2
+    wanted = plain(model, made)
+    more = of_all(made, **LOOKUP)
+    with share_steps(model, prompt_part=4) as sharing, at_once(sharing, model, more) as calls:
+        assert outcomes(calls) == wanted
+    assert len(events) - events.count(None) == 1
+
+
+def test_samples_of_prompts_in_parts(events: list[Any], model: Any) -> None:
+    """Of rows whose seeds are drawn as their prompts begin."""
+    made = [
+        {**ragged((length, 7)), "max_new_tokens": 30 - length, "do_sample": True, **LOOKUP}
+        for length in (4, 18, 13)
+    ]
+    torch.manual_seed(3)
+    wanted = plain(model, made)
+    torch.manual_seed(3)
+    with share_steps(model, prompt_part=4) as sharing, at_once(sharing, model, made) as calls:
+        assert outcomes(calls) == wanted
+    assert events.count(None) < len(events) - 9
+
+
+def test_short_prompts_run_one_after_the_other_up_to_the_size_of_a_part() -> None:
+    """Then a step that waits; a prompt that passes its turn on goes to the end."""
+    turns, order = Turns(5), []
+
+    def run(name: str, tokens: int, parts: int = 1) -> None:
+        with turns.taken(step=not tokens) as turn:
+            turn.tokens = tokens
+            for part in range(parts):
+                if part:
+                    turns.pass_on()
+                order.append(name)
+
+    waiting = [("a", 3, 1), ("b", 3, 2), ("step", 0, 1), ("c", 6, 1), ("step", 0, 1), ("d", 2, 1)]
+    with ThreadPoolExecutor(len(waiting)) as pool, turns.taken():
+        for number, one in enumerate(waiting, 1):
+            pool.submit(run, *one)
+            wait_until(lambda number=number: len(turns._waiting) > number)
+    assert order == ["a", "b", "step", "c", "step", "d", "b"]
+
+
+def test_a_prompt_that_is_interrupted_between_parts_leaves(
+    events: list[Any], sharing: StepSharing, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = long_and_short(**GREEDY, **LOOKUP)
+    wanted = plain(model, made)
+    wanted[1] = wanted[3] = Failure
+    pass_on, sharing.prompt_part = Turns.pass_on, 4
+
+    def fails(self: Turns) -> None:
+        pass_on(self)
+        if events.count(threading.get_ident()) == 3:
+            raise Failure
+
+    monkeypatch.setattr(Turns, "pass_on", fails)
+    with at_once(sharing, model, made) as calls:
+        assert outcomes(calls) == wanted
 
 
 # -- limits ----------------------------------------------------------------------------------------
@@ -392,8 +533,9 @@ def test_a_model_in_a_wrapper(fresh: Tiny) -> None:
         ({"model": torch.nn.Linear(1, 1)}, r"got a Linear: give the model whose generate"),
         ({"max_rows": 0}, "max_rows=0: must be a whole number of at least 1"),
         ({"max_cached_tokens": 1.5}, "max_cached_tokens=1.5: must be"),
+        ({"prompt_part": 0}, "prompt_part=0: must be"),
     ],
-    ids=["model", "rows", "tokens"],
+    ids=["model", "rows", "tokens", "part"],
 )
 def test_what_is_wrong_is_refused(model: Any, given: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):

@@ -52,14 +52,16 @@ def test_nodes_of_a_tree_are_as_the_assistant_alone(tiny: Tiny, name: str) -> No
     assistant, method = assistant_of(tiny, name), get_method("draft_model")
     made = method.make_drafter(tiny("llama"), method.parse_options({}), assistant)
     drafter: Any = made.predictor
+    between: list[int] = []
     batch = [prompt(7)[0].tolist(), prompt(4, seed=1)[0].tolist()]
     state: Any = SimpleNamespace(
         batch_size=2, tokens=batch, remaining=[9, 9], timed=False, do_sample=False,
-        target=SimpleNamespace(graphs=None), prompt_part=3,
+        target=SimpleNamespace(graphs=None), prompt_part=3, between_parts=lambda: between.append(1),
     )  # fmt: skip
     drafter.start(state)
     for step in range(2):
         drafter.catch_up(state)
+        assert len(between) == (0 if name in ("qwen3_next", "mamba2") else 2)  # of a prompt's parts
         logits = drafter.level(frontier(0, torch.zeros(2, 1, dtype=torch.long)))
         paths: list[list[int]] = [[]]
         for depth in range(3):

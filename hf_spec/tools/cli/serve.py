@@ -117,6 +117,10 @@ def serve(
             min=1, help="Most tokens that there is room for in their caches.  [default: no limit]"
         ),
     ] = None,
+    prompt_part: Annotated[
+        int | None,
+        Option(min=1, help="Most tokens of prompts that run between two steps.  [default: 256]"),
+    ] = None,
 ) -> None:
     """Run 'transformers serve' with adapters and a strategy.
 
@@ -152,7 +156,9 @@ def serve(
             f"{install_extra('serve')}"
         ) from error
     _check_passed_on(context, transformers_app)
-    limits = {"max_rows": max_rows, "max_cached_tokens": max_cached_tokens}
+    limits = {
+        "max_rows": max_rows, "max_cached_tokens": max_cached_tokens, "prompt_part": prompt_part,
+    }  # fmt: skip
     continuous = "--continuous-batching" in context.args
     _prepare_models(adapter or (), strategy, do_sample, continuous, share_steps, limits)
     try:
@@ -198,7 +204,7 @@ def _prepare_models(
     of :func:`share_steps`."""
     from hf_spec.decoding.call import check_strategy
     from hf_spec.decoding.loop import on_stats
-    from hf_spec.decoding.sharing import share_steps
+    from hf_spec.decoding.sharing import share_steps, takes_turns
     from hf_spec.modeling_patches.served_models import on_load, on_metrics, on_request
     from hf_spec.target.packed_weights import pack_where_it_pays
     from hf_spec.tools.cli.metrics import Metrics
@@ -239,7 +245,7 @@ def _prepare_models(
             _report(stats)
 
         on_stats(model, told)
-        why = _takes_turns(model)
+        why = takes_turns(model)
         if shares and why is None:
             metrics.follow(name, share_steps(model, **given))
         elif shares:
@@ -248,21 +254,6 @@ def _prepare_models(
     on_load(prepare)
     on_request(_check_request, _at_once)
     on_metrics(metrics.text)
-
-
-def _takes_turns(model: Any) -> str | None:
-    """Why a model answers one request at a time; None if it need not."""
-    from transformers import GenerationMixin
-
-    from hf_spec.modeling_patches.dynamic_rope import rope_ends
-
-    if not isinstance(model, GenerationMixin):
-        return "the model has no generate()"
-    if rope_ends(model):
-        return "its rotary frequencies follow the length of the sequence"
-    if any(one.is_meta for one in model.parameters()):
-        return "some of its weights are offloaded"
-    return None
 
 
 def _at_once(model: Any, config: Any) -> int:
