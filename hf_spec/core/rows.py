@@ -20,18 +20,20 @@ class FollowsRows:
         of_rows: names of the attributes with it: tensors ``(batch, ...)``, lists with an entry for
             each row, other parts that follow the batch, tuples or dictionaries of all these, or
             None where there is nothing of any row.
+        per_row: names of further ones, which code gives anew, see :class:`Holds`.
     """
 
     of_rows: ClassVar[Sequence[str]] = ()
+    per_row: ClassVar[Sequence[str]] = ()
 
     def select(self, rows: Sequence[int]) -> None:
         """Follow the batch, whose row ``i`` is now the former ``rows[i]``; each at most once, in
         any order."""
-        select_rows(self, self.of_rows, rows)
+        select_rows(self, (*self.of_rows, *self.per_row), rows)
 
     def join(self, other: Self) -> None:
         """Take the rows of another call's part behind these. It must not be used again."""
-        join_rows(self, self.of_rows, other)
+        join_rows(self, (*self.of_rows, *self.per_row), other)
 
 
 class Holds:

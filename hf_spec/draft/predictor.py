@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.core.memory import recall
-from hf_spec.core.rows import FollowsRows, Holds, join_rows, select_rows
+from hf_spec.core.rows import FollowsRows, Holds
 from hf_spec.core.shapes import ProbeGroup, TokenTree, TreeStates
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
@@ -201,14 +201,6 @@ class Predictor(FollowsRows, Holds):
     def attach_probes(self, tree: Tree, ahead: Sequence[Sequence[int]]) -> Tree:
         """See :meth:`Drafter.attach_probes`."""
         return tree
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Called between two steps; see :meth:`Drafter.select`."""
-        select_rows(self, (*self.of_rows, *self.per_row), rows)
-
-    def join(self, other: Self) -> None:
-        """Called between two steps; see :meth:`Drafter.join`."""
-        join_rows(self, (*self.of_rows, *self.per_row), other)
 
     def complete(self, state: DecodeState) -> None:
         """See :meth:`Drafter.complete`."""

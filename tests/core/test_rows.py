@@ -21,7 +21,8 @@ class Inner(FollowsRows):
 
 
 class Part(FollowsRows):
-    of_rows = ("numbers", "pair", "by_name", "inner", "nothing")
+    of_rows = ("pair", "by_name", "inner", "nothing")
+    per_row = ("numbers",)
 
     def __init__(self, names: str):
         codes = torch.tensor([[ord(name)] for name in names])
