@@ -20,6 +20,7 @@ from hf_spec.tools.bench.contenders import add_untrained, contenders, parse_name
 from hf_spec.tools.bench.diagnosis import supported
 from hf_spec.tools.bench.prompts import Prompt, encode
 from hf_spec.tools.bench.runner import run as run_contenders
+from hf_spec.tools.bench.synthetic import SyntheticRates
 from hf_spec.tools.loading import Adapter, load_adapters, read_adapters
 
 NEW = 24
@@ -102,6 +103,28 @@ def test_batches_equal_single_rows_and_long_prompts_are_cut(model, tokenizer, pr
     assert "1 of 3 batches have fewer than 2 rows" in notes
     assert result.truncated_prompts == 1
     assert "1 of 5 prompts did not fit the model's context" in notes
+
+
+def test_rows_that_are_admitted_as_others_end(model, tokenizer, prompts, sizes):
+    """Beside static batches, and Transformers' continuous batching."""
+    names = ["prompt_lookup", STOCK]
+    result = run(
+        model, tokenizer, prompts[:5], names, batch_sizes=[2], max_new_tokens=NEW, continuous=True
+    )
+    rows = {row["strategy"]: row for row in result.rows}
+    both = ["prompt_lookup", "prompt_lookup+continuous"]
+    assert [*rows] == ["generate", "transformers:generate_batch", *both]
+    for row in rows.values():
+        assert row["task"] == "all" and row["prompts"] == row["identical"] == 5
+        assert row["new_tokens"] == rows["generate"]["new_tokens"]
+    calls = {name: [m.prompts for m in result.measurements if m.strategy == name] for name in rows}
+    assert calls["generate"] == calls["prompt_lookup"] == [[0, 1], [2, 3], [4]]
+    assert calls["transformers:generate_batch"] == [[0, 1, 2, 3, 4]] == calls[both[1]]
+    assert max(sizes) == 2
+    assert rows[both[1]]["stats"]["details"]["shared"]["rows"] <= 2
+    for more in ({"compiled": "inductor"}, {"synthetic": SyntheticRates((0.5,))}):
+        with pytest.raises(ValueError, match="continuous batches with .* Leave one out"):
+            run(model, tokenizer, prompts, ["plain"], continuous=True, **more)
 
 
 def test_order_rotates_and_wrong_outputs_are_counted(model, tokenizer, prompts, monkeypatch):
