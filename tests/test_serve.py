@@ -1,6 +1,7 @@
 """``hf-spec serve``: Transformers' server, whose models have adapters and a default strategy."""
 
 import copy
+import ctypes
 import json
 import os
 import re
@@ -435,3 +436,38 @@ def test_help_says_what_a_request_may_say(capsys):
 
     ignored = said.partition("ignored")[2].partition("\n")[0].replace(",", "").split()
     assert ignored and set(ignored) <= unused
+
+
+ARENAS = """
+import ctypes, sys, threading
+from hf_spec.tools.cli.serve import limit_arenas
+if sys.argv[2:]:
+    limit_arenas()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
+at_once = threading.Barrier(6)
+def allocate():
+    at_once.wait()
+    libc.malloc(ctypes.c_size_t(1000))
+    at_once.wait()
+threads = [threading.Thread(target=allocate) for _ in range(6)]
+[one.start() for one in threads]
+[one.join() for one in threads]
+file = ctypes.c_void_p(libc.fopen(sys.argv[1].encode(), b"w"))
+libc.malloc_info(0, file)
+libc.fclose(file)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="glibc's")
+def test_threads_share_a_few_arenas(tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+
+    def arenas(*limited, **more):
+        path = tmp_path / "info"
+        command = [sys.executable, "-c", ARENAS, str(path), *limited]
+        subprocess.run(command, check=True, env={**env, **more})
+        return path.read_text().count("<heap nr=")
+
+    assert arenas() > 2 == arenas("limited")
+    assert arenas("limited", MALLOC_ARENA_MAX="3") == 3

@@ -20,6 +20,7 @@ from hf_spec.tools.bench.contenders import add_untrained, contenders, parse_name
 from hf_spec.tools.bench.diagnosis import supported
 from hf_spec.tools.bench.prompts import Prompt, encode
 from hf_spec.tools.bench.runner import run as run_contenders
+from hf_spec.tools.bench.synthetic import SyntheticRates
 from hf_spec.tools.loading import Adapter, load_adapters, read_adapters
 
 NEW = 24
@@ -114,14 +115,14 @@ def test_conversations_go_on_with_the_models_own_answers(model, tokenizer, monke
     asked: dict[tuple[str, int], list[str]] = {}
     original = session.Session.generate
 
-    def watched(self, contender, batch, **overrides):
-        made = original(self, contender, batch, **overrides)
+    def watched(self, contender, batch, rows, **overrides):
+        made = original(self, contender, batch, rows, **overrides)
         if not overrides:  # those of the warm-up have some
             texts = asked.setdefault((contender.name, len(asked_sizes)), [])
             texts += map(tokenizer.decode, batch)
         if contender.name == "prompt_lookup":
-            seconds, rows, steps, stats = made
-            made = seconds, [[9] for _ in rows], steps, stats  # another answer
+            seconds, answers, steps, stats = made
+            made = seconds, [[9] for _ in answers], steps, stats  # another answer
         return made
 
     monkeypatch.setattr(session.Session, "generate", watched)
@@ -147,6 +148,29 @@ def test_conversations_go_on_with_the_models_own_answers(model, tokenizer, monke
             chat.append({"role": "assistant", "content": answer})
     assert len(asked) == 4
     assert all(sorted(texts) == sorted(expected) for texts in asked.values())
+
+
+def test_rows_that_are_admitted_as_others_end(model, tokenizer, prompts, sizes):
+    """Beside static batches, and Transformers' continuous batching."""
+    names = ["prompt_lookup", STOCK]
+    result = run(
+        model, tokenizer, prompts[:5], names, batch_sizes=[2], max_new_tokens=NEW, continuous=True
+    )
+    rows = {row["strategy"]: row for row in result.rows}
+    both = ["prompt_lookup", "prompt_lookup+continuous"]
+    assert [*rows] == ["generate", "transformers:generate_batch", *both]
+    for row in rows.values():
+        assert row["task"] == "all" and row["prompts"] == row["identical"] == 5
+        assert row["new_tokens"] == rows["generate"]["new_tokens"]
+    calls = {name: [m.prompts for m in result.measurements if m.strategy == name] for name in rows}
+    assert calls["generate"] == calls["prompt_lookup"] == [[0, 1], [2, 3], [4]]
+    assert calls["transformers:generate_batch"] == [[0, 1, 2, 3, 4]] == calls[both[1]]
+    assert max(sizes) == 2
+    assert rows[both[1]]["stats"]["details"]["shared"]["rows"] <= 2
+    refused = {"compiled": "inductor"}, {"synthetic": SyntheticRates((0.5,))}, {"protocol": {}}
+    for more in refused:
+        with pytest.raises(ValueError, match="continuous batches with .* Leave one out"):
+            run(model, tokenizer, prompts, ["plain"], continuous=True, **more)
 
 
 def test_order_rotates_and_wrong_outputs_are_counted(model, tokenizer, prompts, monkeypatch):

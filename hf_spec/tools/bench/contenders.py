@@ -18,8 +18,12 @@ from hf_spec.tools.loading import Adapter
 GENERATE = "generate"
 #: Suffix of a contender whose steps are compiled.
 COMPILED = "+compiled"
+#: Suffix of a contender whose rows are admitted as others end.
+CONTINUOUS = "+continuous"
 #: Prefix of features of Transformers.
 STOCK = "transformers:"
+#: Its continuous batching.
+STOCK_BATCHES = f"{STOCK}generate_batch"
 STOCK_LOOKUP, STOCK_ASSISTED = f"{STOCK}prompt_lookup", f"{STOCK}assisted"
 #: Options of ``transformers:prompt_lookup`` by default, as in the documentation of Transformers.
 STOCK_LOOKUP_OPTIONS = {"prompt_lookup_num_tokens": 10}
@@ -35,6 +39,8 @@ class Contender:
         baseline: name of the contender without a strategy that it is compared with.
         compiled: whether its steps are compiled.
         assistant: name of the model that drafts, which is to join its ``kwargs``.
+        continuous: whether it gets all prompts at once, of which as many run as others have in a
+            batch.
     """
 
     name: str
@@ -44,11 +50,12 @@ class Contender:
     baseline: str = GENERATE
     compiled: bool = False
     assistant: str | None = None
+    continuous: bool = False
 
     @property
     def single_row(self) -> bool:
         """Whether it works only with batch size 1, as assistants of Transformers do."""
-        return self.name.startswith(STOCK)
+        return self.name.startswith(STOCK) and not self.continuous
 
     @property
     def lossy(self) -> bool:
@@ -78,6 +85,19 @@ def with_compiled(uncompiled: Iterable[Contender], backend: str, longest: int) -
             kwargs = {**one.kwargs, **static, **({"max_cache_len": longest} if one.stock else {})}
             copy = replace(one, name=f"{one.name}{COMPILED}", kwargs=kwargs, compiled=True)
             result.append(copy)
+    return result
+
+
+def with_continuous(static: Iterable[Contender]) -> list[Contender]:
+    """The contenders, with Transformers' continuous batching behind plain ``generate``, and each
+    strategy followed by a copy that admits rows as others end."""
+    result = []
+    for one in static:
+        result.append(one)
+        if one.name == GENERATE:
+            result.append(Contender(STOCK_BATCHES, stock=True, continuous=True))
+        elif not one.stock:
+            result.append(replace(one, name=f"{one.name}{CONTINUOUS}", continuous=True))
     return result
 
 

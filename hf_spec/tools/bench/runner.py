@@ -8,12 +8,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from peft import PeftModel
 from torch._dynamo.utils import counters
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import ContinuousBatchingConfig
 
 import hf_spec
 from hf_spec.adapters.loading import active_names, fine_tunes
@@ -24,22 +26,26 @@ from hf_spec.modeling_patches.modules import unwrapped
 from hf_spec.target.packed_weights import packed_weights
 from hf_spec.tools.bench.contenders import (
     BASELINE,
+    STOCK_BATCHES,
     Contender,
     contender_of,
     needs_assistant,
     parse_names,
     with_compiled,
+    with_continuous,
 )
 from hf_spec.tools.bench.prompts import batches, encode, encode_prompts, next_turn, spread
 from hf_spec.tools.bench.results import Agreement, BenchResult, Measurement, classify
 from hf_spec.tools.bench.synthetic import OPTION, SyntheticRates
-from hf_spec.tools.data import Prompt, Row, example, progress_bar
+from hf_spec.tools.data import ALL, Prompt, Row, example, progress_bar
 
 T = TypeVar("T")
 #: New tokens of a warm-up call: several steps of every strategy.
 WARMUP_TOKENS = 16
 #: Most repetitions of a call that still compiles something, as the policy tries tree sizes.
 MOST_COMPILING = 16
+#: Tokens of a forward of Transformers' continuous batching, and of a page of its cache.
+BATCH_TOKENS, PAGE = 512, 32
 #: Fields of a model's generation config that name a strategy; those of sampling, which greedy runs
 #: clear.
 STRATEGY_FIELDS = ("assistant_strategy", "assistant_kwargs", "prompt_lookup_num_tokens")
@@ -70,15 +76,26 @@ def eos_ids(config: Any) -> list[int]:
 
 
 class Turn(NamedTuple):
-    """A batch of at most ``size`` prompts, which these contenders generate one after the other."""
+    """Prompts that these contenders generate one after the other, in batches of ``size``: one batch
+    of at most so many, or all prompts where some contender is continuous."""
 
     size: int
     contenders: list[Contender]
     indices: list[int]
 
+    def parts(self, contender: Contender) -> list[list[int]]:
+        """The prompts of each of a contender's calls."""
+        size = len(self.indices) if contender.continuous else self.size
+        return [self.indices[at : at + size] for at in range(0, len(self.indices), size)]
+
     def num_calls(self, prompts: Sequence[Prompt]) -> int:
         """Calls until the longest conversation has ended."""
-        return len(self.contenders) * (1 + max(len(prompts[i].later) for i in self.indices))
+        later = {index: len(prompts[index].later) for index in self.indices}
+        rounds = [
+            self._replace(indices=[index for index in later if later[index] >= number])
+            for number in range(1 + max(later.values()))
+        ]
+        return sum(len(turn.parts(item)) for turn in rounds for item in self.contenders)
 
 
 def rotated(items: list[T], number: int) -> list[T]:
@@ -168,13 +185,16 @@ class Session:
             for item in turn.contenders:
                 with explained(item.name, ValueError, TypeError, RuntimeError, NotImplementedError):
                     # Other texts than those that are measured, which tables would know then.
-                    batch = [token_ids[index][::-1] for index in turn.indices]
-                    self.generate(item, batch, max_new_tokens=short)
+                    batch = [token_ids[index][::-1] for index in turn.indices[: turn.size + 1]]
+                    batch = batch if item.continuous else batch[: turn.size]
+                    self.generate(item, batch, turn.size, max_new_tokens=short)
 
     def generate(
-        self, contender: Contender, prompts: Sequence[list[int]], **overrides: Any
-    ) -> tuple[float, list[list[int]], int, SpecStats | None]:
-        """One timed call with token ids of prompts; ``overrides`` are arguments of ``generate``.
+        self, contender: Contender, prompts: Sequence[list[int]], most: int | None = None,
+        **overrides: Any,
+    ) -> tuple[float, list[list[int]], int, SpecStats | None]:  # fmt: skip
+        """One timed call with token ids of prompts, of which a continuous contender runs ``most``
+        at once; ``overrides`` are arguments of ``generate``.
 
         Returns:
             Seconds, new tokens of each sequence, forward passes counted once per unfinished
@@ -184,6 +204,8 @@ class Session:
         model = self.model
         inputs = pad_left(prompts, model.generation_config.pad_token_id, model.device)
         kwargs = {**self.options, **contender.kwargs, **overrides}
+        if contender.continuous:
+            kwargs["assistant_kwargs"] = {**kwargs.get("assistant_kwargs", {}), "max_rows": most}
         random = torch.get_rng_state()
         for _ in range(MOST_COMPILING):
             torch.set_rng_state(random)
@@ -217,14 +239,17 @@ class Session:
 
         # hf_spec's strategies count their own, as some call the model to draft, too. Compiled code
         # runs no hooks, and makes one forward pass per token.
-        counts = contender.stock and not contender.compiled
+        counts = contender.stock and not (contender.compiled or contender.continuous)
+        generate = model.generate
+        if contender.stock and contender.continuous:
+            generate = partial(continuous, model)
         base = unwrapped(model)
         others = exchange(base, self.learned[contender.name])
         hook = model.register_forward_hook(count) if counts else None
         try:
             synchronize(model.device)
             start = time.perf_counter()
-            sequences = model.generate(**inputs, **kwargs)
+            sequences = generate(**inputs, **kwargs)
             synchronize(model.device)
             seconds = time.perf_counter() - start
         finally:
@@ -249,6 +274,33 @@ def pad_left(
     return {"input_ids": ids, "attention_mask": torch.tensor(mask, device=device)}
 
 
+def continuous(
+    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor,
+    assistant_kwargs: Mapping[str, Any], **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    """``(batch, seq)`` what Transformers' continuous batching makes of left-padded prompts
+    ``(batch, width)``, padded to the longest answer; ``max_rows`` of the arguments run at once."""
+    config, most = copy.deepcopy(model.generation_config), assistant_kwargs["max_rows"]
+    config.update(**options)
+    rows, width = input_ids.shape
+    # A cache for what runs at once; else it takes most of the memory.
+    pages = -(-(width + options["max_new_tokens"]) // PAGE) + 1
+    page = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"
+    batching = ContinuousBatchingConfig(
+        max_requests_per_batch=most, num_blocks=most * pages,
+        max_batch_tokens=max(most, BATCH_TOKENS), **{page: PAGE},
+    )  # fmt: skip
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask)]
+    found = model.generate_batch(prompts, config, batching, warmup=False)
+    if failed := next((one.error for one in found.values() if one.error), None):
+        raise RuntimeError(f"{STOCK_BATCHES}: {failed}")
+    answers = [torch.tensor(one.generated_tokens, dtype=torch.long) for one in found.values()]
+    padded = torch.nn.utils.rnn.pad_sequence(answers, True, float(config.pad_token_id or 0))
+    if len(padded) != rows:
+        raise RuntimeError(f"{STOCK_BATCHES} answered {len(padded)} of {rows} prompts")
+    return torch.cat([input_ids, padded.to(input_ids.device)], 1)
+
+
 def _until_eos(row: Sequence[int], eos: set[int]) -> list[int]:
     """The sequence up to and including its first EOS; what follows is padding."""
     end = next((index for index, token in enumerate(row) if token in eos), len(row))
@@ -260,7 +312,8 @@ def run(
     batch_sizes: Sequence[int] = (1,), max_new_tokens: int = 128, limit: int | None = None,
     generate_kwargs: Mapping[str, Any] | None = None, seed: int = 0, compiled: str | None = None,
     synthetic: SyntheticRates | None = None, protocol: Mapping[str, Any] | None = None,
-    title: str = "benchmark", seen: Callable[[Measurement], None] | None = None,
+    title: str = "benchmark", continuous: bool = False,
+    seen: Callable[[Measurement], None] | None = None,
 ) -> BenchResult:  # fmt: skip
     """Generate with plain decoding and every contender, and compare.
 
@@ -284,11 +337,25 @@ def run(
             decide. All calls then emit ``max_new_tokens``, and outputs are not compared.
         protocol: what is recorded of a suite (:func:`hf_spec.tools.bench.suites.protocol`), whose
             groups of prompts then have the same weight; None if there is none.
+        continuous: also have each strategy, and Transformers' ``generate_batch``, admit rows as
+            others end, at most as many as a batch has. Batches then mix categories, and there are
+            figures of all prompts alone.
         title: of the progress bar, which counts calls, without those that prepare.
         seen: gets each measurement as it is made, before outputs are compared, instead of the bar.
     """
     _check(prompts, contenders, batch_sizes, max_new_tokens, limit, synthetic)
+    if continuous and (compiled or synthetic is not None):
+        raise ValueError(
+            f"continuous batches with {'compiled steps' if compiled else OPTION}: rows are not "
+            "admitted there. Leave one out."
+        )
+    if continuous and protocol is not None:
+        raise ValueError(
+            "continuous batches with a suite: they mix its groups, which have figures of their "
+            "own. Leave one out."
+        )
     contenders = [BASELINE, *contenders]
+    contenders = with_continuous(contenders) if continuous else contenders
     options = {"do_sample": False, **(generate_kwargs or {}), "max_new_tokens": max_new_tokens}
     prompts = spread(prompts, limit)
     token_ids, truncated = encode_prompts(model, tokenizer, prompts, max_new_tokens)
@@ -303,7 +370,7 @@ def run(
         "strategies": {item.name: item.settings for item in contenders},
     }  # fmt: skip
     result = BenchResult(list(prompts), contenders, settings, truncated_prompts=truncated)
-    plan = [turn for size in batch_sizes for turn in _turns(result, size)]
+    plan = [turn for size in batch_sizes for turn in _turns(result, size, continuous)]
     calls, done = sum(turn.num_calls(prompts) for turn in plan), 0
     rule = nullcontext() if synthetic is None else synthetic.of(model)
     opened = Session.open(model, tokenizer, options, contenders, synthetic is None)
@@ -313,21 +380,25 @@ def run(
             progress(0, calls)
             for number, turn in enumerate(plan):
                 asked = {item.baseline: _Asked(prompts, token_ids) for item in turn.contenders}
+                task = ALL if continuous else prompts[turn.indices[0]].category
                 while turn.indices:
-                    outcome: dict[str, Measurement] = {}
+                    outcome: dict[str, list[Measurement]] = {}
                     for item in rotated(turn.contenders, number):
                         torch.manual_seed(seed + number)
-                        batch = [asked[item.baseline].token_ids[index] for index in turn.indices]
-                        outcome[item.name] = Measurement(
-                            item.name, turn.size, turn.indices, prompts[turn.indices[0]].category,
-                            *session.generate(item, batch), baseline=item.baseline,
-                        )  # fmt: skip
-                        done += 1
-                        progress(done, calls)
-                        if seen is not None:
-                            seen(outcome[item.name])
+                        for part in turn.parts(item):
+                            batch = [asked[item.baseline].token_ids[index] for index in part]
+                            made = Measurement(
+                                item.name, turn.size, part, task,
+                                *session.generate(item, batch, turn.size), baseline=item.baseline,
+                            )  # fmt: skip
+                            outcome.setdefault(item.name, []).append(made)
+                            done += 1
+                            progress(done, calls)
+                            if seen is not None:
+                                seen(made)
                     _compare(session, outcome, asked, turn, synthetic is not None)
-                    result.measurements += [outcome[item.name] for item in turn.contenders]
+                    for item in turn.contenders:
+                        result.measurements += outcome[item.name]
                     one = next(iter(asked.values()))
                     turn = turn._replace(indices=[i for i in turn.indices if one.prompts[i].later])
                     for name, own in asked.items():
@@ -354,11 +425,12 @@ class _Asked:
         self.prompts, self.token_ids = [*prompts], [*token_ids]
 
     def go_on(
-        self, model: Any, tokenizer: Any, answers: Measurement, turn: Turn, new_tokens: int
-    ) -> int:
+        self, model: Any, tokenizer: Any, answers: Sequence[Measurement], turn: Turn,
+        new_tokens: int,
+    ) -> int:  # fmt: skip
         """Ask the next question of these conversations, after the answers to those before; returns
         the number of prompts that were cut."""
-        rows = dict(zip(answers.prompts, answers.rows))
+        rows = {at: row for made in answers for at, row in zip(made.prompts, made.rows)}
         for index in turn.indices:
             answer = tokenizer.decode(rows[index], skip_special_tokens=True)
             self.prompts[index] = next_turn(self.prompts[index], answer)
@@ -396,12 +468,15 @@ def _check(
         raise ValueError(f"{stock[0]} accepts by itself, not by {OPTION}: leave it out")
 
 
-def _turns(result: BenchResult, size: int) -> list[Turn]:
-    """The batches of a size; the result's notes say what is left out or not full."""
+def _turns(result: BenchResult, size: int, continuous: bool) -> list[Turn]:
+    """The batches of a size, or ``continuous`` ones; the result's notes say what is left out or not
+    full."""
     taking_part = [item for item in result.contenders if size == 1 or not item.single_row]
     for item in result.contenders:
         if item not in taking_part:
             result.notes.append(f"{item.name} left out at batch size {size}: it takes one row")
+    if continuous:
+        return [Turn(size, taking_part, list(range(len(result.prompts))))]
     parts = list(batches(result.prompts, size))
     if small := sum(len(part) < size for part in parts):
         result.notes.append(
@@ -412,28 +487,37 @@ def _turns(result: BenchResult, size: int) -> list[Turn]:
 
 
 def _compare(
-    session: Session, outcome: Mapping[str, Measurement], asked: Mapping[str, _Asked],
+    session: Session, outcome: Mapping[str, Sequence[Measurement]], asked: Mapping[str, _Asked],
     turn: Turn, synthetic: bool,
 ) -> None:  # fmt: skip
     """Set the ``agreement`` of every measurement with its baseline, where outputs can be compared:
     greedy ones, and samples of the same seed, which rounding may make differ; of ``synthetic``
     acceptance those of baselines alone."""
     if synthetic:
-        outcome = {name: one for name, one in outcome.items() if name == one.baseline}
+        outcome = {name: made for name, made in outcome.items() if name == made[0].baseline}
+    plain = {
+        (name, index): row
+        for name, made in outcome.items()
+        for one in made
+        for index, row in zip(one.prompts, one.rows)
+    }
+    measured = [one for made in outcome.values() for one in made]
     if session.options["do_sample"]:
-        for one in outcome.values() if turn.size == 1 else ():
-            pairs = zip(one.rows, outcome[one.baseline].rows)
+        # Of continuous batches, each row has random numbers of its own.
+        alone = turn.size == 1 and not any(item.continuous for item in turn.contenders)
+        for one in measured if alone else ():
+            pairs = ((row, plain[one.baseline, at]) for at, row in zip(one.prompts, one.rows))
             one.agreement = [Agreement.IDENTICAL if a == b else None for a, b in pairs]
         return
     default = session.model.generation_config.repetition_penalty
     penalty = session.options.get("repetition_penalty", default)
     plains = {item.name: item for item in turn.contenders if item.name == item.baseline}
-    for item in sorted(outcome.values(), key=lambda item: item.baseline):
+    for item in sorted(measured, key=lambda item: item.baseline):
         session.activate(plains[item.baseline])
-        plain, token_ids = outcome[item.baseline], asked[item.baseline].token_ids
+        token_ids = asked[item.baseline].token_ids
         item.agreement = [
-            classify(session.model, token_ids[index], ours, theirs, penalty)
-            for index, ours, theirs in zip(item.prompts, item.rows, plain.rows)
+            classify(session.model, token_ids[index], ours, plain[item.baseline, index], penalty)
+            for index, ours in zip(item.prompts, item.rows)
         ]
 
 
@@ -457,6 +541,7 @@ def benchmark(
     *,
     max_new_tokens: int = 128,
     batch_size: int | Sequence[int] = 1,
+    continuous: bool = False,
     assistant_model: PreTrainedModel | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     limit: int | None = None,
@@ -491,6 +576,8 @@ def benchmark(
             is a label.
         max_new_tokens: most new tokens of each prompt.
         batch_size: prompts per call, or several such numbers. Batches do not mix categories.
+        continuous: also measure each strategy, and Transformers' ``generate_batch``, with rows that
+            are admitted as others end, at most ``batch_size`` at once; batches mix categories then.
         assistant_model: drafts for ``draft_model`` and ``transformers:assisted``.
         assistant_tokenizer: its tokenizer, if it is another one.
         limit: most prompts that are measured, spread evenly over categories.
@@ -525,7 +612,7 @@ def benchmark(
         base, tokenizer, read_prompts(prompts), _lineup(strategies, with_it),
         batch_sizes=list(batch_size) if isinstance(batch_size, Iterable) else [batch_size],
         max_new_tokens=max_new_tokens, limit=limit, seed=seed, compiled=backend,
-        generate_kwargs=generate_kwargs,
+        continuous=continuous, generate_kwargs=generate_kwargs,
     )  # fmt: skip
 
 

@@ -220,6 +220,14 @@ def bench(
     compile: Compile = False,
     backend: Backend = None,
     synthetic_acceptance: SyntheticAcceptance = None,
+    continuous: Annotated[
+        bool,
+        Option(
+            "--continuous",
+            help="Also admit rows as others end, at most --batch-size at once, beside "
+            "Transformers' generate_batch; batches mix categories.",
+        ),
+    ] = False,
     by_task: Annotated[bool, Option("--by-task", help="Print a row for each task, too.")] = False,
     as_json: opt.AsJson = False,
 ) -> None:
@@ -283,7 +291,7 @@ def bench(
         loaded, tokenizer, read, lineup, batch_sizes=sizes,
         max_new_tokens=max_new_tokens or (128 if suite is None else NEW_TOKENS),
         limit=limit, generate_kwargs=options, seed=seed, synthetic=rates, protocol=recorded,
-        compiled=(backend or DEFAULT_BACKEND) if compile else None,
+        compiled=(backend or DEFAULT_BACKEND) if compile else None, continuous=continuous,
     )  # fmt: skip
     if place == BUNDLED:
         result.notes.append("the prompts are hf_spec's own; measure yours with --prompts FILE")

@@ -1,5 +1,6 @@
 """``hf-spec run`` and ``serve``."""
 
+import ctypes
 import importlib.util
 import os
 import re
@@ -156,6 +157,8 @@ def serve(
             f"{install_extra('serve')}"
         ) from error
     _check_passed_on(context, transformers_app)
+    if sys.platform == "linux":
+        limit_arenas()
     limits = {
         "max_rows": max_rows, "max_cached_tokens": max_cached_tokens, "prompt_part": prompt_part,
     }  # fmt: skip
@@ -172,6 +175,18 @@ def serve(
         sys.stdout.flush()
         # Answers may still be generated: Python's end would take torch's threads down with a crash.
         os._exit(INTERRUPTED)
+
+
+#: glibc's option of how many arenas threads share, and how many of them there are at most.
+M_ARENA_MAX, ARENAS = -8, 2
+
+
+def limit_arenas() -> None:
+    """Let threads share a few of glibc's arenas, unless the environment says how many: each request
+    has a thread, and freed memory stays in the arena that it came from."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
+        mallopt(M_ARENA_MAX, ARENAS)
 
 
 def _check_passed_on(context: Context, program: Any) -> None:
