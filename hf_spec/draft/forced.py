@@ -71,7 +71,7 @@ class XGrammar:
         self._mask = torch.zeros(1, words, dtype=torch.int32, device="cpu")
 
     def accept(self, token: int) -> bool:
-        return bool(self._matcher.accept_token(token))
+        return not self._matcher.is_terminated() and bool(self._matcher.accept_token(token))
 
     def undo(self, count: int) -> None:
         self._matcher.rollback(count)
@@ -94,6 +94,8 @@ class LLGuidance:
         self._matcher = matcher
 
     def accept(self, token: int) -> bool:
+        if self._matcher.is_stopped():
+            return False
         return bool(self._matcher.try_consume_tokens([token]))
 
     def undo(self, count: int) -> None:

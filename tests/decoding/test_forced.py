@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, prompt, ragged
-from running import drafting
+from running import CAPTURED, drafting
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -98,6 +98,16 @@ def test_a_step_takes_all_that_is_forced(tiny: Any, given: Any) -> None:
         assert stats is not None
         steps[on] = stats.num_steps
     assert steps == {True: 1 + 24 // (1 + FORCED), False: 24}
+
+
+@pytest.mark.parametrize("name", ["plain", "prompt_lookup"])
+def test_compiled_steps(tiny: Any, name: str) -> None:
+    """Whose shapes are those of other trees."""
+    model, settings = tiny("llama"), {"input_ids": prompt(15)}
+    expected = generated(model, {}, Records(), **settings)
+    assert generated(model, {**drafting(name), **CAPTURED}, Forces(), **settings) == expected
+    stats = hf_spec.last_stats(model)
+    assert stats is not None and stats.num_steps < 15 and "compiled" in stats.details
 
 
 def test_forced_tokens_join_the_drafts_of_a_strategy(tiny: Any) -> None:
