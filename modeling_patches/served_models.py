@@ -5,13 +5,23 @@ Everything else of the server is its own.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakSet
 
-from transformers.cli.serving import model_manager, server, utils
+from transformers.cli.serving import (
+    chat_completion,
+    completion,
+    model_manager,
+    response,
+    server,
+    utils,
+)
 
 from hf_spec.modeling_patches.per_call import patch_method
 from hf_spec.threads import new_lock
@@ -37,6 +47,96 @@ def build_generation_config(
         return original(self, body, *args, **kwargs)
     except TypeError as error:
         raise ValueError(f"generation_config: {error}") from error
+
+
+class Request:
+    """What is told of a request that is answered: additions to its usage."""
+
+    def __init__(self) -> None:
+        self.usage: dict[str, dict[str, Any]] = {}
+        #: Of a stream, whose last part may be made before `generate` has ended.
+        self.ends: Future[Any] | None = None
+
+    def within(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, in whose thread :func:`tell` is about this request."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            _running.request = self
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _running.request = None
+
+        return run
+
+    def add_to(self, answer: dict[str, Any]) -> None:
+        """Add to the usage of an answer, of whichever of OpenAI's forms."""
+        usage = answer.get("usage") or (answer.get("response") or {}).get("usage")
+        for name, more in self.usage.items() if isinstance(usage, dict) else ():
+            if name == DETAILS and "output_tokens" in usage:
+                name = "output_tokens_details"
+            usage[name] = {**(usage.get(name) or {}), **more}
+
+    async def told(self, parts: Any) -> AsyncIterator[Any]:
+        """The parts of a stream; its usage is in one of them."""
+        try:
+            async for part in parts:
+                if isinstance(part, str) and _USAGE in part:
+                    if self.ends is not None:
+                        await asyncio.wrap_future(self.ends)
+                    part = "\n".join(map(self._line, part.split("\n")))
+                yield part
+        finally:
+            await parts.aclose()  # whose client may have gone away
+
+    def _line(self, line: str) -> str:
+        name, separator, text = line.partition(": ")
+        if name != "data" or _USAGE not in text:
+            return line
+        answer = json.loads(text)
+        self.add_to(answer)
+        return f"{name}{separator}{json.dumps(answer, ensure_ascii=False, separators=(',', ':'))}"
+
+
+#: Name of the details of a usage; what a part of a stream with a usage has, which no text can.
+DETAILS, _USAGE = "completion_tokens_details", '"usage":{'
+#: The request of a task of the server, and that whose ``generate`` runs in a thread.
+_asked: ContextVar[Request | None] = ContextVar("asked", default=None)
+_running = threading.local()
+
+
+def tell(**usage: dict[str, Any]) -> None:
+    """Add to the usage of the request whose ``generate`` runs in this thread."""
+    request: Request | None = getattr(_running, "request", None)
+    if request is not None:
+        request.usage.update(usage)
+
+
+async def _answer(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A request's answer, with what is told of it."""
+    from fastapi.responses import JSONResponse, StreamingResponse
+
+    request = Request()
+    token = _asked.set(request)
+    try:
+        given = await original(self, *args, **kwargs)
+    finally:
+        _asked.reset(token)
+    if isinstance(given, StreamingResponse):
+        given.body_iterator = request.told(given.body_iterator)
+    elif isinstance(given, JSONResponse) and request.usage:
+        answer = json.loads(bytes(given.body))
+        request.add_to(answer)
+        return JSONResponse(answer, given.status_code)
+    return given
+
+
+for _handler in (
+    chat_completion.ChatCompletionHandler,
+    completion.CompletionHandler,
+    response.ResponseHandler,
+):
+    patch_method(_handler, "handle_request")(_answer)
 
 
 def on_load(prepare: Callable[[Any], None]) -> None:
@@ -89,6 +189,18 @@ def on_request(
             if count > 1 and self._several is None:
                 self._several = Threads(count)
             self._thread = self._several if count > 1 else self._alone
+
+        def submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+            request = _asked.get()
+            if request is None:
+                return super().submit(fn, *args, **kwargs)
+            request.ends = super().submit(request.within(fn), *args, **kwargs)
+            return request.ends
+
+        def async_submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+            request = _asked.get()
+            within = fn if request is None else request.within(fn)
+            return super().async_submit(within, *args, **kwargs)
 
         def generate_streaming(
             self, model: Any, processor: Any, inputs: Any, gen_config: Any, **kwargs: Any

@@ -216,7 +216,7 @@ def test_serve_hands_all_other_arguments_over(monkeypatch):
     given, prepared = [], []
     program = SimpleNamespace(app=lambda arguments, **_: given.append(arguments))
     monkeypatch.setitem(sys.modules, "transformers.cli.transformers", program)
-    nothing = dict.fromkeys(("on_request", "on_metrics"), lambda *_: None)
+    nothing = dict.fromkeys(("on_request", "on_metrics", "tell"), lambda *_: None)
     served = SimpleNamespace(on_load=prepared.append, **nothing)
     monkeypatch.setitem(sys.modules, "hf_spec.modeling_patches.served_models", served)
     monkeypatch.setattr("hf_spec.tools.cli.serve.require", lambda *_: None)

@@ -1,5 +1,6 @@
 """``hf-spec serve``: Transformers' server, whose models have adapters and a default strategy."""
 
+import asyncio
 import copy
 import ctypes
 import json
@@ -13,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +38,7 @@ from hf_spec import StepSharing
 from hf_spec.core.stats import SpecStats
 from hf_spec.tools import cli
 from hf_spec.tools.cli.metrics import Metrics
-from hf_spec.tools.cli.serve import _prepare_models
+from hf_spec.tools.cli.serve import _prepare_models, _usage
 
 DEMO = Path(hf_spec.__file__).parent / "tools" / "demo"
 MODEL = str(DEMO / "model")
@@ -233,6 +235,42 @@ def test_the_server_goes_on_after_a_bad_request(server):
 
 @pytest.mark.environment
 @needs_packages
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_usage_of_an_answer_says_what_was_accepted(server, stream):
+    """In chats, texts and responses; also where several are answered at once."""
+    client, more = server.client(), {"temperature": 0, "max_tokens": 12, "stream": stream}
+
+    def of_texts(number: int) -> Any:
+        return last(client.completions.create(model=MODEL, prompt=PROMPTS[number], **more)).usage
+
+    def last(answer: Any) -> Any:
+        return [*answer][-1] if stream else answer
+
+    with ThreadPoolExecutor(4) as clients:
+        usages = [*clients.map(of_texts, range(4))]
+    for usage in usages:
+        passes, details = usage.speculation["forward_passes"], usage.completion_tokens_details
+        assert usage.completion_tokens == 12 and usage.speculation["strategy"] == "medusa"
+        assert usage.speculation["tau"] == pytest.approx(12 / passes, abs=1e-3)
+        # Each pass emits a token of its own; the last one may have accepted more than fit.
+        assert 12 - passes <= details.accepted_prediction_tokens <= 12 + 8
+        assert details.rejected_prediction_tokens >= 0
+    assert any(usage.completion_tokens_details.accepted_prediction_tokens for usage in usages)
+    chat = [{"role": "user", "content": PROMPTS[0]}]
+    usage = last(client.chat.completions.create(model=MODEL, messages=chat, **more)).usage
+    assert usage.speculation["tau"] >= 1
+    answer = last(
+        client.responses.create(
+            model=MODEL, input=PROMPTS[0], temperature=0, max_output_tokens=8, stream=stream
+        )
+    )
+    usage = answer.response.usage if stream else answer.usage
+    assert usage.output_tokens_details.reasoning_tokens == 0 and usage.speculation["tau"] >= 1
+    assert usage.output_tokens_details.accepted_prediction_tokens >= 0
+
+
+@pytest.mark.environment
+@needs_packages
 def test_more_tokens_than_there_are(server, base):
     """As many as the context leaves."""
     limit = base.config.max_position_embeddings
@@ -369,6 +407,77 @@ def test_models_that_answer_one_request_at_a_time(monkeypatch, checkpoint, capsy
         served.load(model)
         assert re.search(f"requests run one at a time: .*{why}", capsys.readouterr().err)
         assert served.at_once(model, model.generation_config) == 1
+
+
+@needs_packages
+def test_a_request_names_no_file(monkeypatch, checkpoint, tmp_path):
+    """But that of the server, which lookups add to."""
+    model, own = AutoModelForCausalLM.from_pretrained(checkpoint), str(tmp_path / "own")
+    served = Served(monkeypatch, True, None, json.dumps({"lookup_history": own}))
+    served.load(model)
+    config, inputs = model.generation_config, {"input_ids": torch.tensor([[3, 4, 5]])}
+    assert config.assistant_kwargs == {"lookup_history": own}
+    served.check(model, None, inputs, config)
+    for where, message in ((100, None), (str(tmp_path / "other"), "a request names no file")):
+        config.assistant_kwargs = {"lookup_history": where}
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
+            served.check(model, None, inputs, config)
+    with pytest.raises(ValueError, match="--strategy-kwargs needs the name of a strategy"):
+        _prepare_models((), "none", None, False, strategy_kwargs="{}")
+
+
+STATS = SpecStats("medusa", num_row_steps=4, num_generated_tokens=9, num_drafted_tokens=12)
+STATS.accepted.update({1: 3, 2: 2})
+
+
+@needs_packages
+def test_a_usage_has_what_was_accepted_in_each_form_of_answers():
+    """Also in a stream, whose last part waits for the end of the call."""
+    from concurrent.futures import Future
+
+    from hf_spec.modeling_patches.served_models import Request
+
+    request, closed = Request(), []
+    request.usage = _usage(STATS)
+    more = {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 7}
+    said = {"strategy": "medusa", "tau": 2.25, "forward_passes": 4}
+    chat: dict[str, Any] = {"usage": {"completion_tokens": 9}}
+    response = {"response": {"usage": {"output_tokens": 9, "output_tokens_details": {"r": 0}}}}
+    for answer in (chat, response, {"x": 1}, {"usage": None}):
+        request.add_to(answer)
+    whole = {"completion_tokens": 9, "completion_tokens_details": more, "speculation": said}
+    assert chat == {"usage": whole}
+    details = {"output_tokens": 9, "output_tokens_details": {"r": 0, **more}, "speculation": said}
+    assert response == {"response": {"usage": details}}
+
+    text = r'data: {"text":"\"usage\":{ é"}' + "\n\n"
+    ends = 'event: e\ndata: {"text":"é","usage":{"completion_tokens":9}}\n\n'
+
+    async def parts() -> Any:
+        try:
+            yield text
+            yield ends
+        finally:
+            closed.append(True)
+
+    async def read() -> list[str]:
+        request.ends = Future()
+        asyncio.get_running_loop().call_later(0.05, request.ends.set_result, None)
+        request.usage = {}
+        request.ends.add_done_callback(lambda _: setattr(request, "usage", _usage(STATS)))
+        return [part async for part in request.told(parts())]
+
+    first, last = asyncio.run(read())
+    assert first == text and last.startswith('event: e\ndata: {"text":"é",')
+    assert json.loads(last.split("data: ")[1])["usage"] == whole and last.endswith("\n\n")
+
+    async def leave() -> None:
+        stream = request.told(parts())
+        await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(leave())
+    assert closed == [True, True]
 
 
 def test_metrics_are_counts_in_the_text_format_of_prometheus(monkeypatch, checkpoint):

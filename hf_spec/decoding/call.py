@@ -166,6 +166,12 @@ class SpecConfig(GenerationConfig):
                 "not. Give an adapter's folder, or the strategy: "
                 f"SpecConfig.from_pretrained({name!r}, assistant_strategy={AUTO!r})."
             )
+        stored = {} if "assistant_kwargs" in kwargs else config.assistant_kwargs or {}
+        if isinstance(stored.get("lookup_history"), str):  # which calls would write to
+            raise ValueError(
+                f"{cannot}: its lookup_history={stored['lookup_history']!r} is a file of the "
+                "machine. Take it out of the configuration, and give it in assistant_kwargs."
+            )
         return found
 
 

@@ -43,7 +43,8 @@ from hf_spec.decoding.waiting import (
     take_in_turns,
 )
 from hf_spec.draft.forced import BatchForced
-from hf_spec.draft.lookup import BatchLookup, History, Limits
+from hf_spec.draft.lookup import BatchLookup, Limits
+from hf_spec.draft.lookup_file import history_of
 from hf_spec.draft.options import AUTO
 from hf_spec.draft.policy import StepPolicy
 from hf_spec.draft.state import DecodeState
@@ -267,7 +268,7 @@ def _after_prompt(
         prefilled = strategy.run(prompt.run)
     cache = prefilled.target.cache
     rows, context = cache.batch_size, max(cache.host_lengths).bit_length()
-    history, lookups = History.of(model, strategy.options.lookup_history), None
+    history, lookups = history_of(model, strategy.options.lookup_history), None
     if strategy.lookup:
         lookups = BatchLookup(Limits(), sequences.now.tokens, history, vocabulary(model))
     policy = StepPolicy(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from hf_spec.core.checks import (
     setting,
 )
 from hf_spec.core.device import to_device
-from hf_spec.core.memory import locked, recall
+from hf_spec.core.memory import locked
 from hf_spec.core.rows import FollowsRows
 from hf_spec.core.tree import HostTree, Row, Tree
 from hf_spec.core.verify import HostResult
@@ -240,12 +240,11 @@ class History:
 
     def __init__(self, size: int):
         self.size = size
-        self._parts: tuple[list[int], NgramIndex] = [], NgramIndex(1, HISTORY_NGRAM)
+        self._parts = self._nothing()
 
-    @classmethod
-    def of(cls, model: Any, size: int) -> History | None:
-        """That of a model and size, which all calls share; None if ``size`` is 0."""
-        return recall(model, (History, size), lambda: cls(size)) if size else None
+    @staticmethod
+    def _nothing() -> tuple[list[int], NgramIndex]:
+        return [], NgramIndex(1, HISTORY_NGRAM)
 
     def matches(self, tokens: Sequence[int], limits: Limits) -> list[Match]:
         """Occurrences of a sequence's end; see :meth:`NgramIndex.matches`."""
@@ -261,7 +260,7 @@ class History:
             known += [*answer, END]  # before they are indexed
         if len(known) > 2 * self.size:
             known, index = known[-self.size :], NgramIndex(1, HISTORY_NGRAM)
-        self._parts = [], NgramIndex(1, HISTORY_NGRAM)  # if what follows is interrupted
+        self._parts = self._nothing()  # if what follows is interrupted
         index.update(known)
         self._parts = known, index
 

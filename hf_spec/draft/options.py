@@ -14,6 +14,7 @@ from hf_spec.core.checks import (
     MAX_DRAFT_TOKENS,
     MAX_HISTORY,
     SHARE,
+    check_count,
     check_fields,
     choice,
     count,
@@ -42,13 +43,20 @@ def _place(name: str, value: Any) -> None:
 
 
 def with_place(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options whose ``adapter``, which may be a path, is a string; a ValueError if it cannot be."""
-    given = dict(options)
+    """Options of which those that are paths are strings; a ValueError if ``adapter`` is none."""
+    given = {
+        name: os.fspath(value) if isinstance(value, os.PathLike) else value
+        for name, value in options.items()
+    }
     if given.get("adapter") is not None:
-        if isinstance(given["adapter"], os.PathLike):
-            given["adapter"] = os.fspath(given["adapter"])
         _place("adapter", given["adapter"])
     return given
+
+
+def _answers(name: str, value: Any) -> None:
+    """The rule of ``lookup_history``."""
+    if not (isinstance(value, str) and value):
+        check_count(name, value, 0, MAX_HISTORY, why="Or give the path of a file.")
 
 
 def _history(name: str, value: Any) -> None:
@@ -78,7 +86,8 @@ class DraftOptions:
             ``token_recycling`` keeps it, joins the strategy's tree. ``auto``: where the policy
             chooses draft tokens by probability.
         lookup_history: lookups also search so many tokens at least of the answers that earlier
-            calls of this process gave with the model; 0: none.
+            calls of this process gave with the model; 0: none. Or the path of a file, in which the
+            answers of earlier processes are, too, or those that ``hf-spec lookups`` wrote.
         forced: whether tokens that the call's logits processors leave no choice about, or little,
             are drafted, too: those of a method ``forced``, and of grammars.
         drafting: ``auto``: only as much as is worth its time, and plain steps while nothing is,
@@ -106,7 +115,7 @@ class DraftOptions:
     max_depth: int | None = setting(None, rule=count())
     lookup: bool | str = setting(AUTO, rule=choice(AUTO, True, False))
     recycle: bool | str = setting(AUTO, rule=choice(AUTO, True, False))
-    lookup_history: int = setting(0, rule=count(0, MAX_HISTORY), only={"lookup": (AUTO, True)})
+    lookup_history: int | str = setting(0, rule=_answers, only={"lookup": (AUTO, True)})
     forced: bool = setting(True, rule=choice(True, False))
     drafting: str = setting(AUTO, rule=choice(AUTO, "always"))
     acceptance: str = setting("match", rule=choice(*ACCEPTANCE_RULES))

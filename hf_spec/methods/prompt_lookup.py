@@ -10,7 +10,8 @@ from torch import Tensor
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.draft.drafter import Drafter
-from hf_spec.draft.lookup import BatchLookup, History, Limits, NgramIndex, continuation_tree
+from hf_spec.draft.lookup import BatchLookup, Limits, NgramIndex, continuation_tree
+from hf_spec.draft.lookup_file import history_of
 from hf_spec.draft.options import DraftOptions
 from hf_spec.draft.state import DecodeState
 from hf_spec.methods.registry import Method
@@ -39,7 +40,7 @@ class PromptLookupDrafter(Drafter):
     options: PromptLookupOptions
 
     def start(self, state: DecodeState) -> None:
-        history = History.of(state.model, self.options.lookup_history)
+        history = history_of(state.model, self.options.lookup_history)
         self.lookups = BatchLookup(self.options, state.tokens, history, vocabulary(state.model))
 
     def propose(self, state: DecodeState) -> Tree:

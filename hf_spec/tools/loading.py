@@ -69,6 +69,14 @@ def load_model(
     return model, tokenizer
 
 
+def load_tokenizer(path: str) -> tuple[Any, Any]:
+    """A model's config and its tokenizer; see :func:`load_model`."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    with _explained(path):
+        return AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+
+
 def model_without_weights(path: str) -> Any:
     """A causal language model on the meta device, by its config alone, in the checkpoint's dtype; a
     ValueError if there is no such folder or repository on the Hub."""

@@ -18,7 +18,7 @@ from hf_spec.tools.cli.common import BAD_INPUT, INTERRUPTED, Command
 from hf_spec.tools.cli.doctor import doctor, strategies
 from hf_spec.tools.cli.hub import card, export, import_, push
 from hf_spec.tools.cli.serve import run, serve
-from hf_spec.tools.cli.train import TrainCommand, distill, train
+from hf_spec.tools.cli.train import TrainCommand, distill, lookups, train
 
 #: Settings of commands that take options which they do not name.
 UNKNOWN = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -41,7 +41,7 @@ SETTINGS: dict[Any, dict[str, Any]] = {
     serve: {"context_settings": UNKNOWN},  # options of 'transformers serve'
 }
 for one in (
-    demo, bench, distill, train, search, card, push, import_, export, strategies, doctor,
+    demo, bench, distill, train, lookups, search, card, push, import_, export, strategies, doctor,
     check, run, serve,
 ):  # fmt: skip
     app.command(**{"cls": Command, **SETTINGS.get(one, {})})(one)

@@ -99,6 +99,13 @@ def serve(
             help="For requests that name none; or auto, or none.  [default: the adapter's]",
         ),
     ] = None,
+    strategy_kwargs: Annotated[
+        str | None,
+        Option(
+            help="Options of the strategy, JSON or NAME=JSON.  [default: those stored with the "
+            "adapter]"
+        ),
+    ] = None,
     do_sample: Annotated[
         bool | None,
         Option(
@@ -126,7 +133,8 @@ def serve(
     """Run 'transformers serve' with adapters and a strategy.
 
     This is Transformers' own server; all other arguments are passed on, and 'transformers serve
-    --help' lists them. With adapters, MODEL is their base. GET /metrics answers with counts.
+    --help' lists them. With adapters, MODEL is their base. GET /metrics answers with counts; the
+    usage of an answer has its accepted tokens and tau.
 
     \b
     Examples:
@@ -143,7 +151,8 @@ def serve(
                  greedy; others where the server samples, see --do-sample), generation_config (an
                  object, or JSON; replaces the server's defaults: assistant_strategy, do_sample,
                  top_k, ...)
-      refused    with status 400: strategies and options that cannot be, prompts that are too long
+      refused    with status 400: strategies and options that cannot be, prompts that are too long,
+                 files of lookups
       bounded    max_tokens, by what the context leaves
       ignored    n, logprobs, response_format, tool_choice, presence_penalty, user
     """
@@ -163,7 +172,9 @@ def serve(
         "max_rows": max_rows, "max_cached_tokens": max_cached_tokens, "prompt_part": prompt_part,
     }  # fmt: skip
     continuous = "--continuous-batching" in context.args
-    _prepare_models(adapter or (), strategy, do_sample, continuous, share_steps, limits)
+    _prepare_models(
+        adapter or (), strategy, do_sample, continuous, share_steps, limits, strategy_kwargs
+    )
     try:
         code = transformers_app(
             ["serve", *context.args], prog_name="hf-spec", standalone_mode=False
@@ -214,13 +225,14 @@ def _options_of(program: Any, command: str) -> set[str]:
 def _prepare_models(
     paths: Any, strategy: str | None, do_sample: bool | None, continuous: bool,
     shares: bool = True, limits: Mapping[str, int | None] | None = None,
+    strategy_kwargs: str | None = None,
 ) -> None:  # fmt: skip
     """Let the server attach the adapters to each model, and generate with the strategy; ``limits``:
     of :func:`share_steps`."""
     from hf_spec.decoding.call import check_strategy
     from hf_spec.decoding.loop import on_stats
     from hf_spec.decoding.sharing import share_steps, takes_turns
-    from hf_spec.modeling_patches.served_models import on_load, on_metrics, on_request
+    from hf_spec.modeling_patches.served_models import on_load, on_metrics, on_request, tell
     from hf_spec.target.packed_weights import pack_where_it_pays
     from hf_spec.tools.cli.metrics import Metrics
 
@@ -233,6 +245,10 @@ def _prepare_models(
     adapters = read_adapters(paths)
     chosen = single_strategy(strategy, adapters, NO_STRATEGY)
     options = next((one.options for one in adapters if one.strategy == chosen), None)
+    if strategy_kwargs is not None:
+        if chosen is None:
+            raise ValueError("--strategy-kwargs needs the name of a strategy: give --strategy")
+        options = {**(options or {}), **opt.kwargs_of(chosen, strategy_kwargs)}
     if continuous and chosen is not None:
         raise ValueError(
             f"--continuous-batching with strategy {chosen!r}: its paged cache cannot hold a tree. "
@@ -258,6 +274,7 @@ def _prepare_models(
         def told(stats: Any) -> None:
             metrics.add(name, stats)
             _report(stats)
+            tell(**_usage(stats))
 
         on_stats(model, told)
         why = takes_turns(model)
@@ -267,7 +284,12 @@ def _prepare_models(
             echo(f"hf-spec: requests run one at a time: {why}", err=True)
 
     on_load(prepare)
-    on_request(_check_request, _at_once)
+
+    def check(model: Any, tokenizer: Any, inputs: Any, config: Any) -> None:
+        _check_files(options or {}, getattr(config, "assistant_kwargs", None) or {})
+        _check_request(model, tokenizer, inputs, config)
+
+    on_request(check, _at_once)
     on_metrics(metrics.text)
 
 
@@ -281,6 +303,16 @@ def _at_once(model: Any, config: Any) -> int:
     if sharing is None or compiles or getattr(config, "assistant_strategy", None) is None:
         return 1
     return sharing.max_rows
+
+
+def _check_files(own: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a request names another file than the server does, to be written to."""
+    where = asked.get("lookup_history")
+    if isinstance(where, str) and where != own.get("lookup_history"):
+        raise ValueError(
+            f"lookup_history={where!r}: a request names no file. Start the server with "
+            "--strategy-kwargs, or give a number of tokens."
+        )
 
 
 def _check_request(model: Any, tokenizer: Any, inputs: Any, config: Any) -> None:
@@ -300,6 +332,21 @@ def _check_request(model: Any, tokenizer: Any, inputs: Any, config: Any) -> None
                 setattr(config, name, most)
     if getattr(config, "assistant_strategy", None) is not None:
         check_strategy(model, config)
+
+
+def _usage(stats: Any) -> dict[str, dict[str, Any]]:
+    """What the usage of an answer says of a request: accepted tokens as OpenAI names them."""
+    accepted = sum(stats.accepted.values())
+    return {
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": stats.num_drafted_tokens - accepted,
+        },
+        "speculation": {
+            "strategy": stats.strategy, "tau": round(stats.tau, 3),
+            "forward_passes": stats.num_row_steps,
+        },
+    }  # fmt: skip
 
 
 def _report(stats: Any) -> None:

@@ -1,7 +1,8 @@
-"""``hf-spec distill`` and ``train``."""
+"""``hf-spec distill``, ``train`` and ``lookups``."""
 
 import dataclasses
 import json
+import sqlite3
 from collections.abc import Collection
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -392,6 +393,49 @@ def train(
         echo(line)
     echo(f"adapter: {output}")
     echo(f"try: hf-spec bench --model {quote(str(model))} --adapter {quote(str(output))} --by-task")
+
+
+def lookups(
+    model: Annotated[
+        str, Option(help="Model whose tokens they are: a folder, or a repository on the Hub.")
+    ],
+    data: Annotated[
+        list[str],
+        Option(
+            help="Folder of 'hf-spec distill', or prompts with answers, or ids: a file, a folder, "
+            f"or {opt.BY_NAME}; repeatable."
+        ),
+    ],
+    output: Annotated[
+        Path, Option("--output", "-o", help="File to write, or one of earlier answers to add to.")
+    ],
+    fixed: Annotated[
+        bool, Option("--fixed", help="Calls that use a new file add no answers to it.")
+    ] = False,
+) -> None:
+    """Write answers into a file that lookups search.
+
+    Strategies with lookups search it with the option lookup_history, and add the answers of their
+    calls to it, unless it is --fixed. Only the model's config and tokenizer are loaded.
+
+    \b
+    Examples:
+      hf-spec lookups --model Qwen/Qwen3-0.6B --data ./answers --output ./answers.sqlite
+      hf-spec bench --model Qwen/Qwen3-0.6B --strategies prompt_lookup \\
+          --strategy-kwargs '{"lookup_history": "./answers.sqlite"}' --output ./bench
+    """
+    require("train", "accelerate", "datasets")
+    from hf_spec.draft.lookup_file import AnswerFile, facts_of
+    from hf_spec.tools.loading import load_tokenizer
+    from hf_spec.tools.training.dataset import answers_of, read_answers
+
+    config, tokenizer = load_tokenizer(model)
+    answers = [ids for one in data for ids in answers_of(read_answers(one, tokenizer))]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    file = AnswerFile(output, facts_of(config), fixed)
+    with explained(f"cannot write {str(output)!r}", sqlite3.Error):
+        file.add(answers)
+    echo(f"answers: {len(answers):,} added; the file has {file.size:,} tokens\nfile: {output}")
 
 
 def _option(name: str) -> str:
