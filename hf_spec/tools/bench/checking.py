@@ -73,11 +73,15 @@ def expected_of(place: str, strategy: str) -> Expected | None:
     folder = Path(place)
     for tau, words, source in _suite_figures(folder, strategy):
         if found := SIZE.search(words):
-            return Expected(tau / BETTER, tau * BETTER, source, **_size(*found.groups()))
+            kind, number = found.groups()
+            sizes = {"trees": 0, "chains": 0} | {kind: int(number)}
+            return Expected(
+                tau / BETTER, tau * BETTER, source, trees=sizes["trees"], chains=sizes["chains"]
+            )
     best = read_json(folder / TRAINING, optional=True).get("best") or {}
-    if tau := best.get("eval_tau"):
+    if trained := best.get("eval_tau"):
         source = f"the held-out prompts of its training ({TRAINING})"
-        return Expected(tau / BETTER, tau * BETTER, source, prefill=True)
+        return Expected(trained / BETTER, trained * BETTER, source, prefill=True)
     return PUBLISHED.get(strategy)
 
 
@@ -96,10 +100,6 @@ def _suite_figures(folder: Path, strategy: str) -> Iterator[tuple[float, str, st
         for one in results:
             if one.metric_type == "tau_without_prefill":
                 yield float(one.metric_value), one.metric_name or "", f"its card ({CARD})"
-
-
-def _size(kind: str, number: str) -> dict[str, int]:
-    return {"trees": 0, "chains": 0} | {kind: int(number)}
 
 
 @dataclass

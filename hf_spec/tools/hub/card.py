@@ -125,7 +125,7 @@ def _eval_results(figures: dict[str, Any]) -> list[EvalResult]:
     if figures["protocol"]:
         name = figures["protocol"]["suite"]
         values = [
-            (kind, one[kind], f"{one['trees']}, {said_of(where)}")
+            (kind, one[kind], f"{one['trees']}, {figures['said']}")
             for one in figures["rows"] if one["task"] == ALL
             for kind in ("tau_without_prefill", "tau")
         ]  # fmt: skip
@@ -144,13 +144,13 @@ def _eval_results(figures: dict[str, Any]) -> list[EvalResult]:
     ]  # fmt: skip
 
 
-def said_of(where: dict[str, Any]) -> str:
-    """The protocol of a suite in words, from an environment in ``results.json``."""
-    settings, protocol = where["settings"], where["settings"]["protocol"]
+def said_of(where: dict[str, Any], groups: set[str]) -> str:
+    """The protocol of a suite in words, from an environment in ``results.json`` and the groups that
+    were measured."""
+    settings, count = where["settings"], len(groups)
     how = f"temperature {settings.get('temperature') or 'of the model'}"
-    groups = len(protocol["groups"])
     return (
-        f"mean of {groups} group{'s' * (groups != 1)}, at most {settings['max_new_tokens']} new "
+        f"mean of {count} group{'s' * (count != 1)}, at most {settings['max_new_tokens']} new "
         f"tokens, {how if settings.get('do_sample') else 'greedy'}, {where['dtype']}"
     )
 
@@ -224,7 +224,7 @@ def _figures(folder: Path, method: Method, search: dict[str, Any]) -> dict[str, 
         return {
             "rows": own if by_task else [row for row in own if row["task"] == ALL],
             "by_task": by_task, "batch_size": size, "protocol": protocol,
-            "said": said_of(environment) if protocol else "",
+            "said": said_of(environment, {row["task"] for row in own} - {ALL}) if protocol else "",
             "development": searched and not environment.get("held_out"),
             "environment": environment,
         }  # fmt: skip
