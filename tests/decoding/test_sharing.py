@@ -18,7 +18,7 @@ import torch
 from conftest import CLOSE, Tiny, prompt, shared
 from peft import LoraConfig, get_peft_model
 from processors import Criterion, Fails, Failure, Matcher, Processor
-from running import CAPTURED, drafting
+from running import drafting
 from test_shared import GREEDY, LOOKUP, SKIPPING, of_all, requests
 
 import hf_spec
@@ -136,7 +136,6 @@ def test_a_lone_call_draws_what_plain_generation_draws(sharing: StepSharing, mod
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "recorded": (CAPTURED, "recorded or compiled"),
     "typical": (drafting("prompt_lookup", acceptance="typical"), "typical"),
     "history": (drafting("prompt_lookup", history=RolloutHistory()), "history"),
     "rejection": (
