@@ -33,7 +33,9 @@ class Turns:
 
     def __init__(self) -> None:
         self.holder: int | None = None
-        self._changed = threading.Condition()
+        #: Taken itself, as an interrupt within a condition's ``__enter__`` would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: deque[object] = deque()  # the first one has its turn
 
     @contextmanager
@@ -41,13 +43,13 @@ class Turns:
         """Wait for a turn, which the block is."""
         turn = object()
         try:
-            with self._changed:
+            with self._lock:
                 self._waiting.append(turn)
                 self._changed.wait_for(lambda: self._waiting[0] is turn)
                 self.holder = threading.get_ident()
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 if turn in self._waiting:  # else it was interrupted before
                     self.holder = None if self._waiting[0] is turn else self.holder
                     self._waiting.remove(turn)
@@ -192,7 +194,9 @@ class StepSharing:
         self._model = ref(model)  # which keeps this
         self.max_rows, self.max_cached_tokens = max_rows, max_cached_tokens
         self.turns, self._process = Turns(), os.getpid()
-        self._changed = threading.Condition()
+        #: Taken itself, as an interrupt within a condition's ``__enter__`` would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: deque[object] = deque()
         self._inside: dict[object, _Room] = {}
         self._batches: dict[Hashable, _Batch] = {}
@@ -255,7 +259,7 @@ class StepSharing:
             )
 
         try:
-            with self._changed:
+            with self._lock:
                 self._waiting.append(turn)
                 self._changed.wait_for(fits)
                 self._waiting.popleft()
@@ -263,7 +267,7 @@ class StepSharing:
                 self._changed.notify_all()
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._inside.pop(turn, None)
                 if turn in self._waiting:
                     self._waiting.remove(turn)
@@ -277,7 +281,7 @@ class StepSharing:
         state = ThreadState.of_this(steps.state.root.device)
         own, key = _Running(steps), (kind_of(steps), state)
         try:
-            with self._changed:
+            with self._lock:
                 if key not in self._batches:
                     batch = _Batch(state)
                     # It ends with its last call, and with the program.
@@ -300,20 +304,20 @@ class StepSharing:
                 while self._step(key, batch):
                     pass
         except BaseException as error:  # of a forward
-            with self._changed:
+            with self._lock:
                 del self._batches[key]
             batch.fail(error)
 
     def _step(self, key: Hashable, batch: _Batch) -> bool:
         """Take a step; returns whether there may be another one."""
-        with self._changed:
+        with self._lock:
             if not (batch.arrived or batch.running):
                 del self._batches[key]
                 return False
         if _ENDS.is_set():
             raise InterruptedError("the program ends")
         with self.turns.taken():
-            with self._changed:
+            with self._lock:
                 arrived, batch.arrived = batch.arrived, []
                 batch.running.update((one.call, one) for one in arrived)
             batch.step(arrived)
