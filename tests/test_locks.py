@@ -13,6 +13,7 @@ import pytest
 from test_layers import our_modules
 
 from hf_spec.core import memory
+from hf_spec.decoding.sharing import Turns
 from hf_spec.modeling_patches import low_rank, per_call, served_models
 from hf_spec.target import graphs
 from hf_spec.threads import cached_property, new_lock
@@ -123,7 +124,7 @@ def test_a_strategy_in_a_child() -> None:
 
         def hold():
             with RUNNING, _COMPILING, sharing.admitted(1, 9), sharing.turns.taken():
-                with sharing._changed, sharing.turns._changed:
+                with sharing._lock, sharing.turns._lock:
                     held.set()
                     free.wait()
 
@@ -176,21 +177,24 @@ def test_there_are_no_other_locks() -> None:
             if re.search(r"threading.*(Lock|Condition|Semaphore)|functools.*cached_prop", text):
                 found.append((module, text))
     # What calls share steps by is made anew in children.
-    assert sorted(found) == [("hf_spec.decoding.sharing", "threading.Condition")] * 2 + [
-        ("hf_spec.threads", "threading.RLock")
-    ]
+    shared = [("hf_spec.decoding.sharing", f"threading.{kind}") for kind in ("Condition", "RLock")]
+    assert sorted(found) == sorted(shared * 2) + [("hf_spec.threads", "threading.RLock")]
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that sends signals")
-def test_an_interrupt_leaves_no_lock() -> None:
+@pytest.mark.parametrize("kind", ["lock", "turn"])
+def test_an_interrupt_leaves_no_lock(kind: str) -> None:
     """Wherever it comes: between taking a lock and the block, too."""
-    lock, free = new_lock(), threading.Event()
+    lock, turns, free = new_lock(), Turns(), threading.Event()
+
+    def taken() -> Any:
+        return lock if kind == "lock" else turns.taken()
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     def other() -> None:
-        with lock:
+        with taken():
             free.set()
 
     before = signal.signal(signal.SIGALRM, interrupt)
@@ -199,7 +203,7 @@ def test_an_interrupt_leaves_no_lock() -> None:
             try:
                 signal.setitimer(signal.ITIMER_REAL, 1e-5 + delay * 1e-6)
                 for _ in range(100_000):
-                    with lock:
+                    with taken():
                         pass
             except KeyboardInterrupt:
                 continue

@@ -253,19 +253,26 @@ GROWTH, NODES = 256, 64
 
 
 class Allocator(Protocol):
-    """Allocates buffers for code that is made for each size of them, and for their places.
+    """Allocates buffers for code that is made for each size of them.
 
     Attributes:
         compiles: whether the code is compiled.
+        records: whether it is for their places in memory, too. The numbers of their rows then
+            recur: a batch of any number is in a buffer for a power of two.
     """
 
     compiles: bool
+    records: bool
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of finite values."""
 
     def sized(self, slots: int) -> int:
         """The least capacity that recurs and has so many slots."""
+
+    def spare(self, buffers: Sequence[Tensor], beside: int | None = None) -> None:
+        """Take buffers back. ``beside``: bytes of those that the call goes on with; None if it is
+        over."""
 
 
 #: Selects this process's heads from learned states ``(kv_heads, slots, head_dim)``.
@@ -316,6 +323,11 @@ class AttentionStates:
         """Whether no layer has states yet."""
         return not self._groups
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of its buffers."""
+        return sum(storage.nbytes for storage, _ in self._groups)
+
     # -- buffers -----------------------------------------------------------------------------
 
     def slots(self, window: int | None) -> int:
@@ -336,12 +348,31 @@ class AttentionStates:
         make = zeros if self._allocator is None else self._allocator.allocate
         return make(shape, dtype, device)
 
+    @property
+    def _rows_recur(self) -> bool:
+        """Whether buffers have powers of two of rows."""
+        return self._allocator is not None and self._allocator.records
+
+    def _replace(self, place: int, storage: Tensor) -> Tensor:
+        """Hold a group's layers in another buffer from now on; returns the one before."""
+        before, members = self._groups[place]
+        self._groups[place] = storage, members
+        self._attach(storage, members)
+        return before
+
+    def _spare(self, buffers: Sequence[Tensor]) -> None:
+        """Give buffers back that nothing is in any more."""
+        if self._allocator is not None:
+            self._allocator.spare(buffers, self.nbytes)
+
     def allocate(self, kinds: dict[BufferKey, Signature]) -> Iterator[list[BufferKey]]:
         """Allocate buffers for layers' keys and values, one after the other. Gives those of each,
         which the caller fills before the next one is made, and may free what they come from."""
         for (heads, dim, dtype, device, window), members in self._shared(kinds):
             # Layers first: some models view a layer's rows and heads as one dimension.
-            shape = len(members), self.batch_size, heads, self.front + self.slots(window), dim
+            rows = bucket(self.batch_size) if self._rows_recur else self.batch_size
+            slots = self.front + self.slots(window)
+            shape = len(members), rows, heads, slots, dim
             self._groups.append((self._new(shape, dtype, device), members))
             self._attach(*self._groups[-1])
             yield members
@@ -381,14 +412,24 @@ class AttentionStates:
 
     def reserve(self, slots: int, nodes: int = 0, ends: Callable[[], Tensor] | None = None) -> None:
         """Make room for ``slots`` slots per row, the last of them of a block of so many nodes.
-        Buffers grow by a quarter, or double if sizes recur, so that copies are rare.
+        Buffers grow by a quarter, or double if sizes recur, so that copies are rare. Where places
+        in memory recur, too, a batch that has shrunk moves to a smaller buffer.
 
         Args:
             ends: gives the tokens and nodes ``(batch,)`` that are written, where windows are.
         """
+        self._reserve_slots(slots, nodes, ends)
+        rows = self.batch_size
+        if self._rows_recur and rows == bucket(rows):
+            for place, (storage, _) in enumerate(self._groups):
+                if storage.shape[1] > rows:
+                    smaller = self._with_rows(storage, rows, storage.dtype)
+                    self._spare([self._replace(place, smaller)])
+
+    def _reserve_slots(self, slots: int, nodes: int, ends: Callable[[], Tensor] | None) -> None:
         if slots > self.capacity:
             exactly = self._recur or self.is_empty
-            self._resize(self._sized(slots if exactly else self.ahead(slots)))
+            self._spare(self._resize(self._sized(slots if exactly else self.ahead(slots))))
         if self.windows and nodes > self.room:
             assert ends is not None
             self._widen_rings(bucket(nodes), ends())
@@ -413,13 +454,11 @@ class AttentionStates:
     def rehouse(self, allocator: Allocator | None) -> list[Tensor]:
         """Move everything into buffers of this allocator, see :meth:`allocate_by`; return the old
         buffers. If memory runs out, what has not moved stays where it is, and none are returned."""
-        buffers = [storage for storage, _ in self._groups]
         self.allocate_by(allocator)
         try:
-            self._resize(self._sized(self.capacity))
+            return self._resize(self._sized(self.capacity))
         except torch.OutOfMemoryError:
             return []
-        return buffers
 
     def leave_to_layers(self) -> None:
         """Have the layers alone hold the buffers, which go with the last view of them, unless they
@@ -427,13 +466,14 @@ class AttentionStates:
         if not self._recur:
             self._groups = []
 
-    def _resize(self, capacity: int) -> None:
-        """Move everything to larger buffers, one after the other."""
+    def _resize(self, capacity: int) -> list[Tensor]:
+        """Move everything to larger buffers, one after the other; returns those before."""
+        left = []
         for place, (storage, members) in enumerate(self._groups):
             slots = self._slots_of(self._window_of(members), capacity, self.room)
-            self._groups[place] = self._enlarged(storage, members, self.front, slots), members
-            self._attach(*self._groups[place])
+            left.append(self._replace(place, self._enlarged(storage, members, self.front, slots)))
         self.capacity = capacity
+        return left
 
     def _window_of(self, members: list[BufferKey]) -> int | None:
         return self.windows.get(members[0][0])
@@ -452,17 +492,19 @@ class AttentionStates:
 
     def _widen_rings(self, room: int, ends: Tensor) -> None:
         """Move each ring's tokens before ``ends`` to where they are in one with this room."""
-        groups = []  # all at once: the number of slots is that of all layers with a window
+        groups, freed = [], []  # all at once: the number of slots is that of all with a window
         for storage, members in self._groups:
             slots = self._slots_of(window := self._window_of(members), self.capacity, room)
             if slots > self.slots(window):
                 grown = self._enlarged(storage, members, self.front, slots)
                 own = torch.arange(slots, device=ends.device).expand(len(ends), -1)
                 self._copy(storage, masks.places(ends, slots), grown, own)
+                freed.append(storage)
                 storage = grown
             groups.append((storage, members))
         self._groups, self.room = groups, room
         self.attach()
+        self._spare(freed)
 
     def lost(self, written: int) -> int:
         """Shortest length to which a row can be cut of which so many tokens and nodes have been
@@ -475,8 +517,7 @@ class AttentionStates:
         for place, (storage, members) in enumerate(self._groups):
             if (layer.index, name) in members:
                 wide = self._new(tuple(storage.shape), dtype, storage.device).copy_(storage)
-                self._groups[place] = wide, members
-        self.attach()
+                self._spare([self._replace(place, wide)])
 
     # -- slots -------------------------------------------------------------------------------
 
@@ -586,8 +627,8 @@ class AttentionStates:
     # -- rows --------------------------------------------------------------------------------
 
     def select(self, rows: Sequence[int], length: int) -> None:
-        """Keep these rows, each at most once, in this order, in place: ``length`` slots of those
-        that change their index are copied."""
+        """Keep these rows in this order, in place: ``length`` slots of those that change their
+        index are copied. They may repeat as far as there is room."""
         moved = [(index, row) for index, row in enumerate(rows) if index != row]
         for storage, _ in self._groups if moved else ():
             into, source = (to_device(x, storage.device) for x in zip(*moved))
@@ -617,7 +658,7 @@ class AttentionStates:
                 )
         count, known = self.batch_size, (self.limit is not None and other.limit is not None)
         self.limit = max(self.limit or 0, other.limit or 0) if known else None
-        self.reserve(longest, other.room, lambda: ends)
+        self._reserve_slots(longest, other.room, lambda: ends)
         self._reserve_rows(count + other.batch_size, other)
         for storage, members in self._groups:
             window = self._window_of(members)
@@ -627,9 +668,10 @@ class AttentionStates:
                 _copy_rows(source, into, self.front, None if window is None else new)
         self.batch_size = count + other.batch_size
         self.attach()
-        other.leave_to_layers()
+        freed = other.release()
         for layer in other.layers:
             layer.detach()
+        self._spare(freed)
 
     @property
     def kinds(self) -> dict[BufferKey, tuple[int, ...]]:
@@ -650,10 +692,13 @@ class AttentionStates:
                 dtype = torch.promote_types(dtype, one)
             if storage.shape[1] >= rows and dtype == storage.dtype:
                 continue
-            grown = self._new((len(storage), size, *storage.shape[2:]), dtype, storage.device)
-            grown[:, : self.batch_size] = storage[:, : self.batch_size]
-            self._groups[place] = grown, members
-            self._attach(*self._groups[place])
+            self._spare([self._replace(place, self._with_rows(storage, size, dtype))])
+
+    def _with_rows(self, storage: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+        """A copy of a buffer's rows in one for so many."""
+        made = self._new((len(storage), rows, *storage.shape[2:]), dtype, storage.device)
+        made[:, : self.batch_size] = storage[:, : self.batch_size]
+        return made
 
     def repeat(self, rows: Tensor) -> None:
         """Copy rows into buffers of ``len(rows)`` rows; rows may repeat."""

@@ -287,7 +287,8 @@ class TreeCache(StatefulCache):
     # -- rows --------------------------------------------------------------------------------
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, each at most once, in this order and drop the others, in place."""
+        """Keep these rows, in this order, and drop the others, in place. They may repeat as far as
+        there is room."""
         self.count_appended()
         self.states.select(rows, self.max_length)
         self._keep_rows(rows)

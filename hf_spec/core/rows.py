@@ -27,8 +27,8 @@ class FollowsRows:
     per_row: ClassVar[Sequence[str]] = ()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Follow the batch, whose row ``i`` is now the former ``rows[i]``; each at most once, in
-        any order."""
+        """Follow the batch, whose row ``i`` is now the former ``rows[i]``, in any order. Behind a
+        row there may be copies of it, which stand still: a batch may be padded."""
         select_rows(self, (*self.of_rows, *self.per_row), rows)
 
     def join(self, other: Self) -> None:

@@ -286,6 +286,14 @@ class Tree:
         return torch.cat([part.to(log_probs.device, torch.float32) for part in parts], dim=1)
 
     @staticmethod
+    def repacked(packed: Tensor, nodes: int) -> Tensor:
+        """:meth:`packed` trees, padded to so many nodes."""
+        parents, depths, tokens, log_probs = packed.chunk(4, dim=1)
+        more = 0, nodes - parents.shape[1]
+        shapes = [pad(part, more) for part in (parents, depths, tokens)]
+        return torch.cat([*shapes, pad(log_probs, more, value=-torch.inf)], dim=1)
+
+    @staticmethod
     def unpacked(packed: Tensor, numbers: np.ndarray | None = None) -> Tree:
         """Inverse of :meth:`packed`; ``numbers``: the same on the host, None to transfer it."""
         if numbers is None:

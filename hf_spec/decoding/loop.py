@@ -31,7 +31,7 @@ from hf_spec.decoding.call import validate_call
 from hf_spec.decoding.prefill import WHOLE, Parts, Prompt, prompt_ids, real_tokens
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.sequences import Sequences
-from hf_spec.decoding.shared import refusal
+from hf_spec.decoding.shared import places_taken, refusal, take_filled_up
 from hf_spec.decoding.sharing import StepSharing
 from hf_spec.decoding.step import Steps
 from hf_spec.decoding.strategy import Strategy
@@ -160,9 +160,14 @@ def decode(
         )  # fmt: skip
         _keep(model, stats)
         return SpecGenerateOutput(sequences=ids, spec_stats=stats) if wants else ids
-    if (sharing := StepSharing.of(model)) is not None:
-        alone = refusal(strategy, owner, scorer, synced_gpus or ranks.size > 1)
-        sharing = None if alone else sharing
+    warms_up = getattr(config, "_warms_up", False)
+    sharing = None if warms_up else StepSharing.of(model)
+    # Records are for powers of two of rows, which are filled up like batches of calls that share.
+    rounds = strategy.graphs is not None and strategy.graphs.records and rows != bucket(rows)
+    if sharing is not None or rounds:
+        why = refusal(strategy, owner, scorer, synced_gpus or ranks.size > 1)
+        alone = None if sharing is None else why
+        sharing, rounds = (None, False) if why else (sharing, rounds)
     with ExitStack() as stack:
         stack.callback(owner.give_back)  # also after an error or interrupt
         stack.push(strategy.after_shortage)
@@ -174,19 +179,25 @@ def decode(
                 strategy, config, input_ids, model_kwargs, scorer, owner, watch, parts=parts
             )
             if sharing is not None and _nested(steps):
-                sharing, alone = None, "what its forwards get may be of rows"
+                alone = "what its forwards get may be of rows"
+            if _nested(steps) or not any(sequences.now.active):  # or its first token was its last
+                sharing, rounds = None, False
             take: Callable[[], None] = partial(_take_all, steps, synced_gpus)
-            if sharing is not None and any(sequences.now.active):
+            if sharing is not None:
                 take = stack.enter_context(sharing.joined(steps))
+            elif rounds:
+                take = partial(take_filled_up, steps, warms_up)
+            elif warms_up:
+                steps.warm()
         prompt_seconds, times = watch.step(), steps.policy.setting.times  # of the whole batch
         take()
         ids = sequences.finish()
         stats.num_generated_tokens = sum(sequences.emitted)  # stops that were told late are cut
         past = owner.give_back()
-    if sharing is None:
-        steps.finish()
-    else:
+    if sharing is not None or rounds:
         steps.leave()
+    else:
+        steps.finish()
     if alone is not None:
         stats.details["shared"] = {"alone": alone}
     watch.step(last=True)
@@ -293,8 +304,6 @@ def _after_prompt(
     if parts.most is not None and any(state.active):
         steps.settle()  # the drafter's prompt is run in parts, too
         drafter.complete(state)
-    if getattr(config, "_warms_up", False):
-        steps.warm()
     return steps
 
 
@@ -331,22 +340,14 @@ def _estimate_plain(
 
 
 def _remaining_rows(active: Sequence[bool], powers_of_two: bool = False) -> list[int] | None:
-    """The rows that a batch keeps, in their new order; None if it does not shrink.
-
-    The last rows take the places of finished ones, so that few rows move. With ``powers_of_two``
-    it only shrinks to such sizes, as code is compiled for each size.
-    """
+    """The rows that a batch keeps, see :func:`places_taken`; None if it does not shrink. With
+    ``powers_of_two`` it only shrinks to such sizes, as code is compiled for each size."""
     size, left = len(active), sum(active)
     if powers_of_two:
         left = min(bucket(left), size)
     if not 0 < left <= size - max(SHARE * size, 1):
         return None
-    rows = list(range(left))
-    behind = [row for row in range(left, size) if active[row]]
-    for row in range(left):
-        if not active[row] and behind:
-            rows[row] = behind.pop()
-    return rows
+    return places_taken(active, left)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextvars import Context, copy_context
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hf_spec.core.device import to_device
+from hf_spec.core.device import bucket, to_device
 from hf_spec.core.memory import memory
 from hf_spec.core.rows import FollowsRows, follows
 from hf_spec.core.stats import PHASES, SpecStats, Stopwatch
@@ -21,7 +21,7 @@ from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.cache_reuse import CacheOwner
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.sequences import Sequences, Snapshot
-from hf_spec.decoding.step import Steps
+from hf_spec.decoding.step import Steps, details_of
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.draft.options import samples_drafts
 from hf_spec.modeling_patches.dynamic_rope import rope_ends
@@ -79,6 +79,17 @@ class Place(NamedTuple):
     sequence: int
 
 
+class Standing(NamedTuple):
+    """A row of the batch that stands still, and makes its size one that recurs: that of a sequence
+    which has left, or a copy of another one.
+
+    Attributes:
+        tokens: at which it stands.
+    """
+
+    tokens: list[int]
+
+
 class CallSequences(FollowsRows):
     """The sequences of several calls, of which the loop asks what it asks of :class:`Sequences`.
 
@@ -89,7 +100,7 @@ class CallSequences(FollowsRows):
     of_rows = ("places",)
 
     def __init__(self, call: Call):
-        self.places = [Place(call, row) for row in call.sequences.rows]
+        self.places: list[Place | Standing] = [Place(call, row) for row in call.sequences.rows]
         self._now: Snapshot | None = None
         self._calls: dict[Call, list[int]] | None = None  # until rows come or leave
 
@@ -99,19 +110,28 @@ class CallSequences(FollowsRows):
         return range(len(self.places))
 
     @property
+    def taken(self) -> list[bool]:
+        """Whether a row is a sequence."""
+        return [isinstance(place, Place) for place in self.places]
+
+    @property
     def calls(self) -> dict[Call, list[int]]:
         """The rows of each call."""
         if self._calls is None:
             self._calls = {}
-            for row, (call, _) in enumerate(self.places):
-                self._calls.setdefault(call, []).append(row)
+            for row, place in enumerate(self.places):
+                if isinstance(place, Place):
+                    self._calls.setdefault(place.call, []).append(row)
         return self._calls
 
     @property
     def now(self) -> Snapshot:
         """See :attr:`Sequences.now`."""
         if self._now is None:
-            rows: list[Any] = [None] * len(self.places)
+            rows: list[Any] = [
+                None if isinstance(place, Place) else (place.tokens, False, 0)
+                for place in self.places
+            ]
             for call, own in self.calls.items():
                 for row, (tokens, active, remaining) in zip(own, zip(*call.sequences.now)):
                     rows[row] = tokens, active and call.error is None, remaining
@@ -149,11 +169,29 @@ class CallSequences(FollowsRows):
         return counts
 
     def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
+        copies = [row in rows[:index] for index, row in enumerate(rows)]
+        standing = [Standing([*self.now.tokens[row]]) for row, copy in zip(rows, copies) if copy]
+        super().select([row for row, copy in zip(rows, copies) if not copy])
+        self.places += standing
+        self._follow()
+
+    def leave(self, rows: Iterable[int]) -> None:
+        """Have sequences leave, of which these rows stand still from now on."""
+        tokens = self.now.tokens
+        for row in rows:
+            self.places[row] = Standing([*tokens[row]])
+        self._follow()
+
+    def _follow(self) -> None:
+        """Have the calls follow the rows."""
         self._now = self._calls = None
-        for call, own in self.calls.items():
-            sequences = [self.places[row].sequence for row in own]
-            call.sequences.select([call.sequences.rows.index(one) for one in sequences])
+        for call in self.calls:
+            call.sequences.select([call.sequences.rows.index(one) for one in self.of(call)])
+
+    def of(self, call: Call) -> list[int]:
+        """The sequences of a call, in the order of its rows."""
+        places = (self.places[row] for row in self.calls[call])
+        return [place.sequence for place in places if isinstance(place, Place)]
 
     def join(self, other: CallSequences) -> None:
         super().join(other)
@@ -167,10 +205,36 @@ class CallScorer:
     """The logits processors of several calls, of which the loop asks what it asks of
     :class:`Scorer`."""
 
-    lockstep, key = False, None
+    lockstep = False
 
     def __init__(self, sequences: CallSequences):
         self.sequences = sequences
+
+    @property
+    def key(self) -> Hashable:
+        """See :attr:`Scorer.key`; None, too, if calls have others."""
+        keys = {call.scorer.key for call in self.sequences.calls}
+        return keys.pop() if len(keys) == 1 else None
+
+    def context(self) -> list[Tensor]:
+        """See :meth:`Scorer.context`."""
+        calls = self.sequences.calls
+        contexts = [call.scorer.context() for call in calls]
+        if not any(contexts):
+            return []
+        count, width = len(self.sequences.places), max(ids.shape[1] for ids, _ in contexts)
+        all_ids = contexts[0][0].new_zeros(count, width)
+        all_spans = contexts[0][1].new_zeros(2, count)
+        for rows, (ids, span) in zip(calls.values(), contexts):
+            index = to_device(rows, ids.device)
+            all_ids[index, : ids.shape[1]] = ids
+            all_spans[:, index] = span
+        return [all_ids, all_spans]
+
+    def everywhere(self, tree: Tree, logits: Tensor, context: Sequence[Tensor] = ()) -> Tensor:
+        """See :meth:`Scorer.everywhere`; for calls with one :attr:`key`."""
+        call = next(iter(self.sequences.calls))
+        return call.scorer.everywhere(tree, logits, context)
 
     @property
     def stateful(self) -> list[str]:
@@ -218,7 +282,6 @@ def refusal(
     parts = [one for one in (drafter, drafter.predictor) if one is not None and not follows(one)]
     reasons = {
         "several processes decode together": several_ranks,
-        "its steps are recorded or compiled": strategy.graphs is not None,
         "hooks or changed code of the model may tell rows or tokens apart": (
             strategy.rows_stay or strategy.alone
         ),
@@ -247,11 +310,15 @@ def kind_of(steps: Steps) -> Hashable:
     return (
         strategy.kind, strategy.samples, strategy.timed, strategy.lookup, steps.state.target.inputs,
         drafter.kind_of_forward, tuple(map(id, drafter.beside)), steps.acceptance.records,
+        strategy.graphs and strategy.graphs.kind,
     )  # fmt: skip
 
 
 class SharedSteps(Steps):
     """Takes the steps of several calls of one kind.
+
+    Where steps are recorded or compiled, the batch has a power of two of rows: sequences that have
+    ended stand still until others take their rows, and a batch that grows is filled up with copies.
 
     Args:
         first: one of them.
@@ -274,7 +341,12 @@ class SharedSteps(Steps):
         owner: Any = SimpleNamespace(sequences=self.sequences)
         watch = Stopwatch(stats, strategy.model.device)
         super().__init__(state, strategy, acceptance, own.policy, watch, owner, None, None)
-        first.begun = {**vars(stats)}
+        first.begun = self._counted()
+
+    @property
+    def num_sequences(self) -> int:
+        """The sequences that have rows in the batch."""
+        return sum(self.sequences.taken)
 
     @property
     def calls(self) -> list[Call]:
@@ -282,15 +354,36 @@ class SharedSteps(Steps):
         return list(self.sequences.calls)
 
     def admit(self, call: Call) -> None:
-        """Have the rows of another call join."""
+        """Have the rows of another call join, in place of those that stand still."""
         self.settle()
         call.steps.settle()
         sequences: Any = CallSequences(call)
-        call.steps.state.sequences, call.begun = sequences, {**vars(self.state.stats)}
+        call.steps.state.sequences, call.begun = sequences, self._counted()
+        taken, graphs = self.sequences.taken, self.strategy.graphs
+        if not all(taken):
+            left = max(sum(taken), len(taken) - len(sequences.places))
+            self.select(places_taken(taken, left))
         self.strategy.run(self.state.join, call.steps.state)
         self.policy.move(self.state.batch_size)
+        if graphs is not None:
+            graphs.spare(call.steps.state.drafter.release(), self.state.cache.states.nbytes)
+
+    def _fit(self) -> None:
+        """Have a number of rows that recurs."""
+        taken = self.sequences.taken
+        size, left = len(taken), bucket(sum(taken))
+        if left < size:
+            self.select(places_taken(taken, left))
+        elif left > size:
+            self.select([*range(size), *[0] * (left - size)])
+
+    def warm(self) -> None:
+        self._fit()
+        super().warm()
 
     def take(self) -> None:
+        if self.strategy.graphs is not None:
+            self._fit()
         for call in self.calls:
             call.steps.state.stats.num_steps += 1
         super().take()
@@ -299,57 +392,88 @@ class SharedSteps(Steps):
         """Have the rows of calls leave that have ended; returns these calls. Of the others, rows of
         finished sequences leave, too, unless the cache with them is returned."""
         calls, stays = self.sequences.calls, [*self.sequences.now.active]
+        graphs = self.strategy.graphs
         for call, rows in calls.items():
             if call.steps.owner.wanted and any(stays[row] for row in rows):
                 for row in rows:
                     stays[row] = True
-        if all(stays):
+        leave = [row for rows in calls.values() for row in rows if not stays[row]]
+        if not leave:
             return []
         for call, rows in calls.items():
             if call.error is None and not any(stays[row] for row in rows):
                 self._give_back(call, rows)
-        if any(stays):
+        if any(stays) and graphs is None:
             self.select(places_taken(stays))
         else:
-            self.sequences.select([])
+            self.sequences.leave(leave)
         ended = [call for call in calls if call not in set(self.calls)]
         for call in ended:
             self._tell(call)
+        if graphs is not None and not self.calls:
+            graphs.spare([*self.state.cache.states.release(), *self.state.drafter.release()], 0)
         return ended
 
     def _give_back(self, call: Call, rows: Sequence[int]) -> None:
         """Give a call its cache, if it is returned."""
         owner = call.steps.owner
         if owner.wanted:
-            order = sorted(rows, key=lambda row: self.sequences.places[row].sequence)
-            owner.cache = self.state.cache.copied(order)
+            in_order = sorted(zip(self.sequences.of(call), rows))
+            owner.cache = self.state.cache.copied([row for _, row in in_order])
             owner.cache.inputs, owner.cache.generated = call.depends
+
+    @property
+    def code(self) -> dict[str, int]:
+        """How much code was made for the steps, and how often it ran; empty if there is none."""
+        graphs = self.strategy.graphs
+        return {} if graphs is None else {name: graphs.counts[name] for name in ("made", "runs")}
+
+    def _counted(self) -> dict[str, Any]:
+        """What is known of the batch's steps so far."""
+        return {**vars(self.state.stats), **self.code}
 
     def _tell(self, call: Call) -> None:
         """Add to a call's statistics what is known of the batch's steps alone."""
-        stats, batch = call.steps.state.stats, vars(self.state.stats)
+        stats, batch = call.steps.state.stats, self._counted()
         since = {name: batch[name] - call.begun[name] for name in OF_STEPS}
         for name in OF_THE_BATCH:
             vars(stats)[name] += since[name]
         stats.other_seconds -= sum(since[f"{name}_seconds"] for name in PHASES)
-        stats.details = {
-            name: value
-            for part in (self.state.drafter, self.policy)
-            for name, value in part.details().items()
-        }
+        stats.details = details_of(self)
+        if self.code:
+            stats.details["compiled"] |= {
+                name: batch[name] - call.begun[name] for name in self.code
+            }
         stats.details["shared"] = {"rows": since["num_row_steps"] / max(since["num_steps"], 1)}
 
     def _record(self, row: int, *counts: int) -> None:
         super()._record(row, *counts)
-        self.sequences.places[row].call.steps.state.stats.record(*counts)
+        place = self.sequences.places[row]
+        assert isinstance(place, Place)
+        place.call.steps.state.stats.record(*counts)
 
 
-def places_taken(active: Sequence[bool]) -> list[int]:
-    """The rows that a batch keeps, in their new order: the last ones take the places of those that
-    have finished, so that few move."""
-    left = sum(active)
+def take_filled_up(steps: Steps, warms_up: bool) -> None:
+    """Take all steps of a call alone, with a number of rows that recurs; ``warms_up``: see
+    :meth:`Steps.warm`."""
+    call = Call(steps)
+    shared = SharedSteps(call)
+    if warms_up:
+        shared.warm()
+    while shared.calls:
+        shared.take()
+        if call.error is not None:
+            raise call.error
+        shared.release()
+    del steps.state.stats.details["shared"]
+
+
+def places_taken(active: Sequence[bool], left: int | None = None) -> list[int]:
+    """The rows that a batch keeps, ``left`` or just the active ones, in their new order: the last
+    ones take the places of those that have finished, so that few move."""
+    left = sum(active) if left is None else left
     rows, behind = list(range(left)), [row for row in range(left, len(active)) if active[row]]
     for row in range(left):
-        if not active[row]:
+        if not active[row] and behind:
             rows[row] = behind.pop()
     return rows

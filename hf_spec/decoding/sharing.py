@@ -51,7 +51,9 @@ class Turns:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._changed = threading.Condition()
+        #: Taken itself, as an interrupt within a condition's ``__enter__`` would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: deque[Turn] = deque()  # with the one that somebody has
         self._held: Turn | None = None
         self._tokens = 0  # of prompts since the last step
@@ -61,19 +63,19 @@ class Turns:
         """Wait for a turn, which the block is; ``step``: see :class:`Turn`."""
         turn = Turn(step)
         try:
-            with self._changed:
+            with self._lock:
                 self._waiting.append(turn)
                 self._wait(turn)
             yield turn
         finally:
-            with self._changed:
+            with self._lock:
                 if turn in self._waiting:  # else it was interrupted before
                     self._waiting.remove(turn)
                 self._end(turn)
 
     def pass_on(self) -> None:
         """In a turn: let those run who wait, then go on."""
-        with self._changed:
+        with self._lock:
             turn = self._held
             assert turn is not None
             self._waiting.remove(turn)
@@ -246,7 +248,9 @@ class StepSharing:
         self.max_rows, self.max_cached_tokens = max_rows, max_cached_tokens
         self.prompt_part = prompt_part
         self.turns, self._process = Turns(prompt_part), os.getpid()
-        self._changed = threading.Condition()
+        #: Taken itself, as an interrupt within a condition's ``__enter__`` would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: deque[object] = deque()
         self._inside: dict[object, _Room] = {}
         self._batches: dict[Hashable, _Batch] = {}
@@ -310,7 +314,7 @@ class StepSharing:
             )
 
         try:
-            with self._changed:
+            with self._lock:
                 self._waiting.append(turn)
                 self._changed.wait_for(fits)
                 self._waiting.popleft()
@@ -318,7 +322,7 @@ class StepSharing:
                 self._changed.notify_all()
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._inside.pop(turn, None)
                 if turn in self._waiting:
                     self._waiting.remove(turn)
@@ -343,7 +347,7 @@ class StepSharing:
         state = ThreadState.of_this(steps.state.root.device)
         own, key = _Running(steps), (kind_of(steps), state)
         try:
-            with self._changed:
+            with self._lock:
                 if key not in self._batches:
                     batch = _Batch(state)
                     # It ends with its last call, and with the program.
@@ -367,13 +371,13 @@ class StepSharing:
                 while self._step(key, batch):
                     self.turns.pass_on()
         except BaseException as error:  # of a forward
-            with self._changed:
+            with self._lock:
                 del self._batches[key]
             batch.fail(error)
 
     def _step(self, key: Hashable, batch: _Batch) -> bool:
         """Take a step; returns whether there may be another one."""
-        with self._changed:
+        with self._lock:
             if not (batch.arrived or batch.running):
                 del self._batches[key]
                 return False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -301,14 +301,9 @@ class Steps:
     def finish(self) -> None:
         """Once the call is over: :meth:`leave`, and report."""
         self.leave()
-        state, drafter, graphs = self.state, self.strategy.drafter, self.strategy.graphs
-        parts = drafter, self.policy, state.target, self.strategy.recording
-        state.stats.details = {
-            name: value for part in parts for name, value in part.details().items()
-        }
-        if graphs is not None:
-            graphs.spare([*self.owner.release(), *drafter.release()])
-            state.stats.details["compiled"]["outside"] = drafter.outside
+        self.state.stats.details = details_of(self)
+        if (graphs := self.strategy.graphs) is not None:
+            graphs.spare([*self.owner.release(), *self.strategy.drafter.release()])
 
     def _emit(self, tree: Tree, host: HostResult, kept: Tree) -> HostResult:
         """Append and stream what was accepted of a tree, of which pruning left ``kept``, and
@@ -335,6 +330,16 @@ class Steps:
     def _record(self, row: int, *counts: int) -> None:
         """Count a step of a row; see :meth:`SpecStats.record`."""
         self.state.stats.record(*counts)
+
+
+def details_of(steps: Steps) -> dict[str, Any]:
+    """Entries for ``SpecStats.details``."""
+    drafter, target = steps.state.drafter, steps.state.target
+    parts = drafter, steps.policy, target, steps.strategy.recording
+    details = {name: value for part in parts for name, value in part.details().items()}
+    if target.graphs is not None:
+        details["compiled"]["outside"] = drafter.outside
+    return details
 
 
 def _depth_limits(state: DecodeState) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,13 +116,13 @@ def take_in_turns(count: int, most: int, begin: Callable[[int], Steps]) -> SpecS
         The statistics of all of them.
     """
     started, found, of_steps = time.perf_counter(), SpecStats(), SpecStats()
-    waiting, steps = deque(range(count)), None
+    waiting, steps, code = deque(range(count)), None, Counter[str]()
     while waiting or steps is not None:
-        if waiting and (steps is None or steps.state.batch_size < most):
+        if waiting and (steps is None or steps.num_sequences < most):
             own = begin(waiting.popleft())
             found.merge(own.state.stats)
             if not any(own.owner.sequences.now.active):
-                own.leave()  # it has ended with its first token
+                own.finish()  # it has ended with its first token
             elif steps is None:
                 steps = SharedSteps(Call(own))
             else:
@@ -139,8 +139,11 @@ def take_in_turns(count: int, most: int, begin: Callable[[int], Steps]) -> SpecS
             of_steps.details = call.steps.state.stats.details
         if not steps.calls:
             of_steps.merge(steps.state.stats)
+            code.update(steps.code)
             steps = None
     found.merge(of_steps)
+    if "compiled" in found.details:
+        found.details["compiled"] |= code
     found.details["shared"] = {"rows": of_steps.num_row_steps / max(of_steps.num_steps, 1)}
     spent = sum(vars(found)[f"{name}_seconds"] for name in PHASES)
     found.other_seconds = time.perf_counter() - started - spent

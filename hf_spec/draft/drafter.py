@@ -180,6 +180,20 @@ class Drafter(FollowsRows, CandidateGenerator):
         if self.predictor is not None:
             state.grown = self._grow(state, self.predictor) if grows else None
 
+    def grown(self, state: DecodeState) -> Grown:
+        """Trees for the step that follows the prompt, as a :meth:`program` would have grown them;
+        the root alone where it could not."""
+        predictor, root = self.predictor, state.root
+        assert predictor is not None
+        found = self._grow(state, predictor)
+        if isinstance(found, Grown) and predictor.static is not None:  # cut to what is left
+            shapes, _ = self._shapes(predictor, None, root.device)
+            return Grown(_ranked(predictor, root, shapes), kept=predictor.kept())
+        if isinstance(found, Grown):
+            return found
+        none = torch.zeros(len(root), 1, device=root.device)
+        return Grown(Tree.packed(none - 1, none, root[:, None], none), kept=predictor.kept())
+
     def propose(self, state: DecodeState) -> Tree:
         """The draft trees of the step that begins; just the roots if there is nothing to draft.
         With a predictor, these are those that have grown."""
@@ -283,7 +297,8 @@ class Drafter(FollowsRows, CandidateGenerator):
         A drafter that keeps state per sequence names it in ``of_rows``, or selects it here.
 
         Args:
-            rows: batch row ``i`` is the former ``rows[i]``; each at most once, in any order.
+            rows: batch row ``i`` is the former ``rows[i]``, in any order; see
+                :class:`FollowsRows`.
         """
         self._static.clear()
         super().select(rows)

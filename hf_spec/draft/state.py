@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
@@ -39,6 +40,13 @@ class Grown(NamedTuple):
         numbers = None if self.numbers is None else self.numbers[list(rows)]
         packed = self.packed[to_device(rows, self.packed.device)]
         return self._replace(packed=packed, numbers=numbers)
+
+    def with_rows(self, other: Grown) -> Grown:
+        """These, and behind them those of other rows."""
+        nodes = max(one.packed.shape[1] // 4 for one in (self, other))
+        packed = [Tree.repacked(one.packed, nodes) for one in (self, other)]
+        kept = [torch.cat(pair) for pair in zip(self.kept, other.kept, strict=True)]
+        return self._replace(packed=torch.cat(packed), numbers=None, kept=kept)
 
 
 class Process(Protocol):
@@ -125,17 +133,18 @@ class DecodeState(FollowsRows):
         return found
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows in this order, each at most once, and have all parts follow."""
+        """Keep these rows in this order, and have all parts follow; see :class:`FollowsRows`."""
         super().select(rows)
         if isinstance(self.grown, Grown):  # by a program; else trees are made for the rows left
             self.grown = self.grown.of_rows(rows)
 
     def join(self, other: DecodeState) -> None:
-        """Take the sequences of another call behind these, and have all parts follow. No trees have
-        grown for the step that follows."""
-        assert self.grown is None and other.grown is None
+        """Take the sequences of another call, whose prompt has just run, behind these, and have all
+        parts follow."""
         for state in (self, other):
             state.drafter.complete(state)
+        if isinstance(self.grown, Grown):  # by a program, which leaves nothing to grow more from
+            self.grown = self.grown.with_rows(other.drafter.grown(other))
         super().join(other)
 
     @property

@@ -282,6 +282,15 @@ class TablePredictor(Predictor):
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         self.hidden = hidden
 
+    def received(self, found: Sequence[Tensor], result: StepResult) -> None:
+        super().received(found, result)
+        self.hidden = None  # that of the step is read
+
+    def join(self, other: Self) -> None:
+        if self.hidden is None or other.hidden is None:  # trees have grown of them
+            self.hidden = other.hidden = None
+        super().join(other)
+
     def levels(
         self, root: Tensor, depth: int, width: int, noise: Tensor | None = None
     ) -> Predictions:

@@ -213,6 +213,8 @@ class _Kept:
         self.refused: set[Hashable] = set()
         self.warned: set[str] = set()
         self.spare: list[Tensor] = []
+        self.ages: dict[int, int] = {}  # of buffers, in the order in which they were made, by place
+        self.had = 0  # bytes of such buffers that the last call had, or calls that shared steps
         self.recorder: Recorder | None = None
         #: Inputs and large results of records, which run one at a time, by shape.
         self.shared: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
@@ -448,6 +450,11 @@ class Graphs:
         return self._limits.tries == 1 or graph.checks == CHECKS + self._limits.tries
 
     @property
+    def kind(self) -> Hashable:
+        """Steps whose code is of one kind may be those of one batch."""
+        return self._kind, self._limits
+
+    @property
     def made(self) -> int:
         """Number of functions that this call has compiled or recorded."""
         return self.counts["made"]
@@ -518,31 +525,43 @@ class Graphs:
             self.obstacle = why
             self._warn(why)
         with _COMPILING:
-            for index, one in enumerate(self._kept.spare):
-                if (tuple(one.shape), one.dtype, one.device) == (shape, dtype, device):
-                    take_turns(device, one)
-                    return self._kept.spare.pop(index)
-        return self.spared(partial(zeros, shape, dtype, device))
+            spare = self._kept.spare
+            alike = [
+                index for index, one in enumerate(spare)
+                if (tuple(one.shape), one.dtype, one.device) == (shape, dtype, device)
+            ]  # fmt: skip
+            if alike:
+                # The fewer are used, and in the same order, the fewer records are made.
+                ages = self._kept.ages
+                index = min(alike, key=lambda index: ages.get(spare[index].data_ptr(), 0))
+                take_turns(device, spare[index])
+                return spare.pop(index)
+            made = self.spared(partial(zeros, shape, dtype, device))
+            self._kept.ages[made.data_ptr()] = next(self._kept.numbers)
+            return made
 
     def sized(self, slots: int) -> int:
         """See :class:`hf_spec.cache.attention.Allocator`."""
         return bucket(slots, self._limits.parts)
 
-    def spare(self, buffers: Sequence[Tensor]) -> None:
-        """Keep these buffers for later calls, and those of earlier ones as long as all take no more
-        than twice as much as these, or :data:`SPARE`: calls of other lengths use others."""
+    def spare(self, buffers: Sequence[Tensor], beside: int | None = None) -> None:
+        """Keep these buffers for later use, and those of before as long as all take no more than
+        twice as much as a call has had at once, or :data:`SPARE`: calls of other lengths, and
+        batches of other sizes, use others. ``beside``: see
+        :class:`hf_spec.cache.attention.Allocator`."""
         if not buffers or (self.obstacle is not None and self.recording.by_default):
             return
         with _COMPILING:
             for device in {buffer.device for buffer in buffers}:
                 take_turns(device)
-            # In front, in their order: the next call finds each where this one had it.
-            self._kept.spare[:0] = buffers
-            room = 2 * sum(buffer.nbytes for buffer in buffers)
+            kept, own = self._kept, sum(buffer.nbytes for buffer in buffers)
+            kept.spare[:0] = buffers
+            kept.had = own if beside is None else max(kept.had, own + beside)
+            room = 2 * kept.had
             room = max(room, SPARE) if self.records else room
             room = room if self._limits.cache is None else self._limits.cache
-            while sum(buffer.nbytes for buffer in self._kept.spare) > room:
-                del self._kept.spare[-1]
+            while sum(buffer.nbytes for buffer in kept.spare) > room:
+                del kept.spare[-1]
 
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``: what the steps' code is, code that this call has made

@@ -36,11 +36,12 @@ class Begun(Exception):
 
 
 def begun(model: Any, request: Request, seed: int) -> Call:
-    def take(steps: Any, synced: bool) -> None:
+    def take(steps: Any, *_: bool) -> None:
         raise Begun(steps)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Begun) as raised:
-        patch.setattr(loop, "_take_all", take)
+        for name in ("_take_all", "take_filled_up"):
+            patch.setattr(loop, name, take)
         torch.manual_seed(seed)
         model.generate(**request)
     call = Call(raised.value.args[0])
@@ -100,6 +101,16 @@ def requests(count: int = 6, seed: int = 0, longest: int = 12, **given: Any) -> 
     return made
 
 
+def fixed_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts do not depend on step times, nor on what other calls have drafted."""
+
+    def best(self: Any, likely: Any, parents: Any, group: int) -> Plan:
+        return Plan(min(8, likely.shape[1] - 1), 4 if group else 0)
+
+    monkeypatch.setattr(StepPolicy, "_best", best)
+    monkeypatch.setattr(Calibration, "learn", lambda *_: None)
+
+
 @cache
 def plain(architecture: str) -> list[Any]:
     return list(alone(shared(architecture), requests(**GREEDY)))
@@ -117,14 +128,10 @@ def test_calls_take_the_steps_that_they_take_alone(
 ) -> None:
     """Same tokens as plain, and same drafts: what is kept of each row has followed it."""
 
-    def best(self: Any, likely: Any, parents: Any, group: int) -> Plan:
-        return Plan(min(8, likely.shape[1] - 1), 4 if group else 0)
-
     def counted(stats: hf_spec.SpecStats) -> list[Any]:
         return [stats.num_steps, stats.accepted_histogram, stats.accepted, stats.offered]
 
-    monkeypatch.setattr(StepPolicy, "_best", best)
-    monkeypatch.setattr(Calibration, "learn", lambda *_: None)  # from what all calls have drafted
+    fixed_drafts(monkeypatch)
     model, spec = fresh("llama_tied"), strategy(name, variant)
     if name == "propd":  # early pruning leaves equally many draft tokens in all rows
         spec = without_pruning(spec)

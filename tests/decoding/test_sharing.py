@@ -22,7 +22,7 @@ from conftest import CLOSE, Tiny, prompt, ragged, shared
 from peft import LoraConfig, get_peft_model
 from processors import Criterion, Fails, Failure, Matcher, Processor
 from recurrent_models import shared_recurrent
-from running import CAPTURED, drafting
+from running import drafting
 from test_method_contract import FIRST, adapted, strategy
 from test_shared import GREEDY, LOOKUP, SKIPPING, of_all, requests
 
@@ -144,7 +144,6 @@ def test_a_lone_call_draws_what_plain_generation_draws(sharing: StepSharing, mod
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "recorded": (CAPTURED, "recorded or compiled"),
     "typical": (drafting("prompt_lookup", acceptance="typical"), "typical"),
     "history": (drafting("prompt_lookup", history=RolloutHistory()), "history"),
     "rejection": (

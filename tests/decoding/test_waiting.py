@@ -8,6 +8,7 @@ import torch
 from conftest import Tiny, ragged, shared
 from processors import ByRow, Criterion, Failure, Matcher, Streamed
 from recurrent_models import shared_recurrent
+from replay import RECORDED
 from running import CAPTURED, drafting
 from test_method_contract import FIRST, adapted, strategy
 from test_shared import GREEDY, LOOKUP, SKIPPING
@@ -15,6 +16,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import hf_spec
 from hf_spec import RolloutHistory
+from hf_spec.core.memory import memory
 from hf_spec.modeling_patches.modules import CACHE
 
 LENGTHS = (12, 5, 9, 3, 7, 10)
@@ -74,6 +76,17 @@ def test_a_seed_gives_the_same_samples(spec: dict[str, Any]) -> None:
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("way", [RECORDED, CAPTURED], ids=["recorded", "compiled"])
+def test_recorded_and_compiled_steps(way: dict[str, Any]) -> None:
+    """The code is that of three rows, filled up to four."""
+    model, spec = shared("llama_tied"), waiting({**LOOKUP, **way}, 3)
+    memory(model).pop("graphs", None)
+    check(model, spec)
+    code = hf_spec.last_stats(model).details["compiled"]
+    assert 0 < code["made"] <= code["kept"] and code["runs"] > code["made"]
+
+
 def test_a_row_takes_the_place_of_one_that_has_ended(sizes: list[int]) -> None:
     """Rows that end early do not wait for the longest."""
     model, spec = shared("llama_tied"), waiting(drafting("plain"), 3)
@@ -108,7 +121,6 @@ def test_as_many_rows_as_there_may_be_run_as_one_batch(sizes: list[int]) -> None
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "recorded": (CAPTURED, "its steps are recorded or compiled"),
     "typical": ({"acceptance": "typical"}, "acceptance='typical' depends"),
     "history": ({"history": RolloutHistory()}, "history"),
     "grammars": ({"logits_processor": [Matcher()]}, "Matcher"),
