@@ -253,6 +253,7 @@ class StepSharing:
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[object] = deque()
         self._inside: dict[object, _Room] = {}
+        self._prompted: set[int] = set()  # threads of calls whose prompt has run
         self._batches: dict[Hashable, _Batch] = {}
 
     @classmethod
@@ -324,6 +325,7 @@ class StepSharing:
         finally:
             with self._lock:
                 self._inside.pop(turn, None)
+                self._prompted.discard(room.thread)
                 if turn in self._waiting:
                     self._waiting.remove(turn)
                 self._changed.notify_all()
@@ -334,10 +336,11 @@ class StepSharing:
         takes steps, the whole of it runs at once."""
         with self.turns.taken() as turn:
             parts = WHOLE
-            if self._batches:
+            if self._prompted:
                 parts = Parts(max(self.prompt_part // rows, 1), self.turns.pass_on)
             turn.tokens = rows * min(parts.most or width, width)
             yield parts
+            self._prompted.add(turn.thread)
 
     @contextmanager
     def joined(self, steps: Steps) -> Iterator[Callable[[], None]]:
