@@ -73,6 +73,12 @@ class AssistantPredictor(LevelPredictor):
                 "a released drafter, make an adapter of it: hf-spec import REPOSITORY --model M "
                 "--output drafter/"
             )
+        if hasattr(assistant.get_input_embeddings(), "assistant_overlap_token_ids"):
+            raise ValueError(
+                f"assistant_model={type(assistant).__name__} has lost a part of its vocabulary: "
+                "Transformers' assisted decoding with an assistant_tokenizer and do_sample=True "
+                "replaces embeddings of the assistant for good. Load it anew."
+            )
         self.assistant, self.owner, self.beside = assistant, assistant, (assistant,)
         #: Between the tokens of two tokenizers; None if there is one.
         self.translation: Translation | None = None

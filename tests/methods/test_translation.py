@@ -347,3 +347,15 @@ def test_refused(tiny: Tiny, fresh: Tiny) -> None:
     reads = {"assistant_model": architectures.assistant_for("shared", True)}
     with pytest.raises(ValueError, match="reads the model's states, so that its tokens are"):
         architectures.base_of("shared").generate(prompt(), **{**GREEDY, **spec, **reads})
+
+
+def test_an_assistant_that_stock_decoding_has_changed(tiny: Tiny, fresh: Tiny) -> None:
+    """Its embeddings are replaced, which nothing undoes."""
+    own, model = tokenizer_of("larger"), tiny("llama_tied")
+    spec = drafts(sized(fresh("llama"), own), own)
+    stock = {key: value for key, value in spec.items() if not key.startswith("assistant_s")}
+    del stock["assistant_kwargs"]
+    torch.manual_seed(0)
+    model.generate(prompt(), **SAMPLED, **stock)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has lost a part of its vocab.* anew"):
+        model.generate(prompt(), **GREEDY, **spec)
