@@ -82,7 +82,8 @@ class XGrammar:
         self._matcher.fill_next_token_bitmask(self._mask)
         found = _few(self._mask[0].numpy())
         if len(found) > 1:
-            longest = getattr(self._matcher, "find_jump_forward_tokens", list)()[:1]
+            jump = getattr(self._matcher, "find_jump_forward_tokens", None)  # not in older versions
+            longest: list[int] = [] if jump is None else jump()[:1]
             found.sort(key=lambda token: token not in longest)
         return found
 
@@ -250,8 +251,9 @@ def tree_of(matcher: Matcher, root: int, depth: int, ends: Collection[int] = ())
         expand(0)
         while waiting and len(paths) <= MOST:
             probability, _, parent, token = heappop(waiting)
-            for values, value in zip(tree, (parent, token, -probability)):
-                values.append(value)
+            tree.parents.append(parent)
+            tree.tokens.append(token)
+            tree.probs.append(-probability)
             paths.append([*paths[parent], token])
             if len(paths[-1]) <= depth:
                 expand(len(paths) - 1)

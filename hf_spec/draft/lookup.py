@@ -361,7 +361,8 @@ class BatchLookup(FollowsRows):
 
 
 def merged(tree: Tree, lookups: Sequence[Row]) -> Tree:
-    """A step's trees with what was looked up for each row (option ``lookup=True``).
+    """A step's trees with what was looked up for each row, or is forced; the same trees if nothing
+    was.
 
     A draft token of both becomes one node with the larger of the two probabilities. Looked-up
     tokens count as drawn from a distribution that puts all mass on them, so that rejection stays
