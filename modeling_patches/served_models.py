@@ -71,7 +71,7 @@ class Request:
 
     def add_to(self, answer: dict[str, Any]) -> None:
         """Add to the usage of an answer, of whichever of OpenAI's forms."""
-        usage = answer.get("usage") or (answer.get("response") or {}).get("usage")
+        usage: Any = answer.get("usage") or (answer.get("response") or {}).get("usage")
         for name, more in self.usage.items() if isinstance(usage, dict) else ():
             if name == DETAILS and "output_tokens" in usage:
                 name = "output_tokens_details"

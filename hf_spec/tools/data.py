@@ -617,8 +617,8 @@ def _message(what: str, given: Any) -> Message:
     thinks = isinstance(content, list) and all(
         _is_thought(part) or _text_of(part) is not None for part in content
     )
-    known = isinstance(content, str) or thinks or (content is None and bool(more))
-    if not known and role not in OF_TOOLS:
+    fits = isinstance(content, str) or thinks or (content is None and bool(more))
+    if not fits and role not in OF_TOOLS:
         raise ValueError(f"{what} must hold text, or a list of parts that are all text")
     whole = {**more, "role": role, "content": content} if role in OF_TOOLS or more or thinks else {}
     said = content if isinstance(content, list) else [content]
