@@ -449,7 +449,7 @@ def test_buffers_that_are_kept_by_default(shallow: Tiny) -> None:
 
 
 def test_batches_that_calls_share_by_default() -> None:
-    """Grow no larger than those that one call may have; where someone asks, as large as they are."""
+    """They are no larger than those of one call, but where someone asks."""
     buffer = (1, 32, 2, 64, 8), 100, None
     assert recording.UNASKED.why_not(*buffer) == "a batch of 32 rows is larger than 16"
     assert recording.ASKED.why_not(*buffer) is None

@@ -38,7 +38,9 @@ pytestmark = pytest.mark.usefixtures("recorded")
 #: What runs nothing beside the model's forward, one that does so in the record, and both in one.
 FEW = ["plain", "prompt_lookup", "medusa", "token_recycling"]
 #: A strategy of each kind of drafter.
-SOME = covering(FIRST, lambda name, variant: [family(name)])
+SOME = covering(
+    FIRST, lambda name, variant: [family(name), name in ("dflash", "layer_skip") and name]
+)
 
 
 @pytest.fixture
@@ -86,6 +88,17 @@ def test_a_record_for_each_size_serves_all_batches(fresh: Tiny, name: str) -> No
     assert len(found) > 2 and {rows for _, rows in found} <= {1, 2, 4, 8}
     # A single row may be where its prompt has run, and is never copied.
     assert all(count <= 1 + (rows == 1) for (_, rows), count in found.items())
+
+
+@pytest.mark.usefixtures("plans")
+def test_what_is_recorded_in_advance_serves_them(fresh: Tiny) -> None:
+    model, spec = fresh("llama_tied"), {**drafting("plain"), **RECORDED}
+    with share_steps(model):  # which changes nothing
+        assert hf_spec.warm_up(model, batch_sizes=(1, 2, 3, 7), **spec)
+    before = records(model)
+    assert {rows for _, rows in before} == {1, 2, 4, 8}
+    assert answers(together(model, of_all(requests(**GREEDY), **spec))) == plain("llama_tied")
+    assert records(model) == before
 
 
 def test_a_lone_call_runs_as_without_the_others(fresh: Tiny) -> None:
