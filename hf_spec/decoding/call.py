@@ -356,7 +356,8 @@ def warm_up(
 
     Args:
         model: a causal language model.
-        batch_sizes: that or those of later calls; a shrinking batch goes through powers of two.
+        batch_sizes: that or those of later calls; a batch that shrinks, or that calls share, goes
+            through powers of two.
         max_length: largest number of prompt and output tokens; there is a graph for every power of
             two up to it, from 256.
         generation_config: as for ``generate``.

@@ -69,6 +69,8 @@ class Limits(NamedTuple):
     def why_not(self, shape: Sequence[int], nbytes: int, total: int | None) -> str | None:
         """Why code is not recorded for a buffer ``(layers, rows, heads, slots, dim)`` of a cache on
         a device with ``total`` bytes; None if it is."""
+        if self.rows is not None and shape[1] > self.rows:  # of calls that share their steps
+            return f"a batch of {shape[1]} rows is larger than {self.rows}"
         if self.slots is not None and shape[3] > self.slots:
             return f"a context of {shape[3]} tokens is longer than {self.slots}"
         size = f"a KV cache of {nbytes / 2**30:.1f} GiB"

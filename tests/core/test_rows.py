@@ -48,6 +48,8 @@ def test_rows_leave_and_come() -> None:
     part.check("dbxyz")
     part.select([4, 0, 2])
     part.check("zdx")
+    part.select([0, 1, 2, 0])  # filled up
+    part.check("zdxz")
     assert part.inner is inner
 
 

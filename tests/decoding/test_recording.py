@@ -448,6 +448,13 @@ def test_buffers_that_are_kept_by_default(shallow: Tiny) -> None:
     assert found == [[80, 16, 80], [80, 16]]
 
 
+def test_batches_that_calls_share_by_default() -> None:
+    """They are no larger than those of one call, but where someone asks."""
+    buffer = (1, 32, 2, 64, 8), 100, None
+    assert recording.UNASKED.why_not(*buffer) == "a batch of 32 rows is larger than 16"
+    assert recording.ASKED.why_not(*buffer) is None
+
+
 def test_the_first_failure_ends_it(
     shallow: Tiny, by_default: Callable[..., None], monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
