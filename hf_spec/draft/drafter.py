@@ -188,11 +188,11 @@ class Drafter(FollowsRows, CandidateGenerator):
         found = self._grow(state, predictor)
         if isinstance(found, Grown) and predictor.static is not None:  # cut to what is left
             shapes, _ = self._shapes(predictor, None, root.device)
-            return Grown(_ranked(predictor, root, shapes), kept=predictor.kept())
+            return Grown(_ranked(predictor, root, shapes))
         if isinstance(found, Grown):
             return found
         none = torch.zeros(len(root), 1, device=root.device)
-        return Grown(Tree.packed(none - 1, none, root[:, None], none), kept=predictor.kept())
+        return Grown(Tree.packed(none - 1, none, root[:, None], none))
 
     def propose(self, state: DecodeState) -> Tree:
         """The draft trees of the step that begins; just the roots if there is nothing to draft.

@@ -45,8 +45,7 @@ class Grown(NamedTuple):
         """These, and behind them those of other rows."""
         nodes = max(one.packed.shape[1] // 4 for one in (self, other))
         packed = [Tree.repacked(one.packed, nodes) for one in (self, other)]
-        kept = [torch.cat(pair) for pair in zip(self.kept, other.kept, strict=True)]
-        return self._replace(packed=torch.cat(packed), numbers=None, kept=kept)
+        return self._replace(packed=torch.cat(packed), numbers=None)
 
 
 class Process(Protocol):

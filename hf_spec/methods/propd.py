@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -253,8 +253,9 @@ class OnlinePredictor(HeadPredictor):
         super().received(found, result)
         self._made = tuple(islice(found, self._num_made))
 
-    def complete(self, state: DecodeState) -> None:
-        self._made = ()  # new trees will grow
+    def join(self, other: Self) -> None:
+        self._made = other._made = ()  # what comes next is not learned from
+        super().join(other)
 
     def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None = None) -> Any:
         made = super().levels(root, depth, max(width, self.hits.ranks))
@@ -262,7 +263,7 @@ class OnlinePredictor(HeadPredictor):
         return Ranked(made, self._chances)
 
     def proposed(self, root: Tensor) -> None:
-        self._predicted = root, *self._made
+        self._predicted = (root, *self._made) if self._made else ()
 
     @locked
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:

@@ -282,7 +282,7 @@ class TablePredictor(Predictor):
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         self.hidden = hidden
 
-    def received(self, found: Sequence[Tensor], result: StepResult) -> None:
+    def received(self, found: Iterator[Tensor], result: StepResult) -> None:
         super().received(found, result)
         self.hidden = None  # that of the step is read
 
