@@ -10,7 +10,9 @@ from running import CAPTURED, default_dtype, drafting
 import hf_spec
 from hf_spec.core.memory import forget, memory
 from hf_spec.core.tree import Row, Tree
+from hf_spec.decoding.strategy import Strategy
 from hf_spec.draft.grow import Children, Frontier
+from hf_spec.methods.registry import methods
 from hf_spec.predict.recycling import (
     ORDERS,
     SOURCE,
@@ -244,3 +246,49 @@ def test_ranks_beyond_the_successors_are_refused(fresh: Any) -> None:
     check_same(model, drafting("token_recycling", tree=[[WIDTH - 1]]), prompt(), max_new_tokens=8)
     with pytest.raises(ValueError, match=f"rank {WIDTH}: ranks count from 0, and {WIDTH} succ"):
         model.generate(prompt(), **drafting("token_recycling", tree=[[0], [WIDTH]]))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "joins"),
+    [
+        ("medusa", {}, True),
+        ("medusa", {"recycle": False}, False),
+        ("medusa", {"drafting": "always"}, False),
+        ("medusa", {"drafting": "always", "recycle": True}, True),
+        ("medusa", {"num_draft_tokens": 7}, False),
+        ("medusa", {"tree": "sparse"}, False),
+        ("medusa", {"acceptance": "typical", "recycle": True}, True),
+        ("eagle3", {}, False),  # it runs forwards of its own
+        ("eagle3", {"recycle": True}, True),
+        ("token_recycling", {}, False),  # it is what it drafts from
+        ("prompt_lookup", {}, False),
+    ],
+)
+def test_where_recycled_candidates_join(
+    fresh: Any, strategy: str, options: dict[str, Any], joins: bool
+) -> None:
+    assert (Strategy.of(*set_up(fresh, strategy, options)).drafter.also is not None) == joins
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("medusa", {"tree": "sparse"}),
+        ("layer_skip", {"acceptance": "rejection", "skip_attention": [0], "skip_mlp": []}),
+    ],
+)
+def test_trees_that_do_not_grow_refuse_recycled_candidates(
+    fresh: Any, strategy: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match="^recycle=True: recycled candidates join trees that grow"):
+        Strategy.of(*set_up(fresh, strategy, {**options, "recycle": True}))
+
+
+def set_up(fresh: Any, strategy: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """A model, with an adapter if the strategy needs one, and a config that names the strategy."""
+    model, method = fresh("llama"), methods()[strategy]
+    if method.needs_adapter:
+        kind: Any = method.adapter_config
+        model.add_adapter(kind())
+    config = hf_spec.SpecConfig(strategy, options, do_sample=options.get("acceptance") is not None)
+    return model, config
