@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -15,6 +16,8 @@ import torch
 
 from hf_spec.core.rows import FollowsRows
 from hf_spec.core.tree import Row
+
+logger = logging.getLogger(__name__)
 
 # -- Matchers of xgrammar, llguidance and outlines_core, asked alike -------------------------------
 #
@@ -290,6 +293,18 @@ class SequenceForced:
         """The tree of what is left after ``tokens``."""
         if depth < 1:
             return Row.root(tokens[-1])
+        try:
+            return self._row(tokens, depth)
+        except Exception:  # the output does not depend on it, and other calls share the step
+            logger.warning(
+                "what a logits processor forces is not drafted in the rest of this call: asking it "
+                "raised an error. Mend its forced(), or give assistant_kwargs={'forced': False}.",
+                exc_info=True,
+            )
+            self._told, self._matcher = [], None
+            return Row.root(tokens[-1])
+
+    def _row(self, tokens: list[int], depth: int) -> Row:
         for forced in self._told:
             if chain := self._chain(forced(self._number, tokens)[:depth]):
                 size = 1 + len(chain)

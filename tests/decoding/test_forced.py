@@ -64,6 +64,16 @@ class Lies(Forces):
         return [token + row for token in super().forced(row, tokens)] + [VOCAB, -1]
 
 
+class Breaks(Forces):
+    """Raises an error when it is asked a second time."""
+
+    asked = 0
+
+    def forced(self, row: int, tokens: list[int]) -> list[int]:
+        self.asked += 1
+        return super().forced(row, tokens) if self.asked == 1 else [1 // 0]
+
+
 def generated(model: Any, spec: dict[str, Any], processor: Any, **settings: Any) -> list[Any]:
     torch.manual_seed(0)
     given = {"max_new_tokens": 23, "do_sample": False, **settings}
@@ -85,6 +95,16 @@ def test_the_output_is_that_of_plain_generation(
     expected = generated(tiny("llama"), one_by_one, plain, **settings)
     assert generated(tiny("llama"), spec, ours, **settings) == expected
     assert ours.calls == plain.calls
+
+
+def test_a_processor_that_cannot_say_is_not_asked_again(
+    tiny: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, ours, settings = tiny("llama"), Breaks(), {"input_ids": prompt(15)}
+    expected = generated(model, {}, Records(), **settings)
+    assert generated(model, PLAIN, ours, **settings) == expected
+    assert ours.asked == 2 and "Mend its forced()" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
 
 
 @pytest.mark.parametrize("given", [{"input_ids": prompt(15)}, ragged()], ids=["one", "three"])
