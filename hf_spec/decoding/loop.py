@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -149,10 +149,10 @@ def decode(
     owner = CacheOwner(model_kwargs.get(CACHE), sequences, wants and not waits)
     if strategy.alone:
         check_alone(model, owner)
-    scorer, alone = Scorer(logits_processor, sequences), None
+    scorer = Scorer(logits_processor, sequences)
+    refused = partial(refusal, strategy, owner, scorer, synced_gpus or ranks.size > 1)
     if most is not None and waits:
-        why = refusal(strategy, owner, scorer, synced_gpus or ranks.size > 1)
-        check_rows_apart(config, logits_processor, stopping_criteria, streamer, why)
+        check_rows_apart(config, logits_processor, stopping_criteria, streamer, refused())
         seeds = drawn_seeds(rows, input_ids.device) if strategy.samples else None
         ids, stats = _decode_in_turns(
             model, input_ids, real, logits_processor, stopping_criteria, config, assistant_model,
@@ -160,48 +160,23 @@ def decode(
         )  # fmt: skip
         _keep(model, stats)
         return SpecGenerateOutput(sequences=ids, spec_stats=stats) if wants else ids
-    warms_up = getattr(config, "_warms_up", False)
-    sharing = None if warms_up else StepSharing.of(model)
-    # Records are for powers of two of rows, which are filled up like batches of calls that share.
-    rounds = strategy.graphs is not None and strategy.graphs.records and rows != bucket(rows)
-    if sharing is not None or rounds:
-        why = refusal(strategy, owner, scorer, synced_gpus or ranks.size > 1)
-        alone = None if sharing is None else why
-        sharing, rounds = (None, False) if why else (sharing, rounds)
+    way = _Way.of(model, strategy, rows, getattr(config, "_warms_up", False), refused)
     with ExitStack() as stack:
         stack.callback(owner.give_back)  # also after an error or interrupt
         stack.push(strategy.after_shortage)
-        if sharing is not None:
-            stack.enter_context(sharing.admitted(rows, sequences.max_length))
-        turn = None if sharing is None else sharing.prompt(rows, sequences.width)
-        with turn or nullcontext(WHOLE) as parts:
+        with way.prompt(stack, sequences) as parts:
             steps = _after_prompt(
                 strategy, config, input_ids, model_kwargs, scorer, owner, watch, parts=parts
             )
-            if sharing is not None and _nested(steps):
-                alone = "what its forwards get may be of rows"
-            if _nested(steps) or not any(sequences.now.active):  # or its first token was its last
-                sharing, rounds = None, False
-            take: Callable[[], None] = partial(_take_all, steps, synced_gpus)
-            if sharing is not None:
-                take = stack.enter_context(sharing.joined(steps))
-            elif rounds:
-                take = partial(take_filled_up, steps, warms_up)
-            elif warms_up:
-                steps.warm()
+            take = way.steps(stack, steps, synced_gpus)
         prompt_seconds, times = watch.step(), steps.policy.setting.times  # of the whole batch
         take()
         ids = sequences.finish()
         stats.num_generated_tokens = sum(sequences.emitted)  # stops that were told late are cut
         past = owner.give_back()
-    if sharing is not None or rounds:
-        steps.leave()
-    else:
-        steps.finish()
-    if alone is not None:
-        stats.details["shared"] = {"alone": alone}
+    way.end(steps)
     watch.step(last=True)
-    if sharing is not None:
+    if way.sharing is not None:
         pass  # there were no plain steps of this call's own
     elif steps.earlier is None:
         _estimate_plain(stats, steps.policy, prompt_seconds, rows)
@@ -215,6 +190,71 @@ def decode(
         scores=sequences.columns(1) if config.output_scores else None, spec_stats=stats,
         **{CACHE: past},
     )  # fmt: skip
+
+
+@dataclass
+class _Way:
+    """How a call's steps are taken: with those of other calls, in a batch that is filled up to a
+    number of rows that recurs, or as they are.
+
+    Attributes:
+        warms_up: whether code for all steps is made first.
+        sharing: what the steps of other calls are taken by; None if this call's are not.
+        filled_up: whether the batch is filled up.
+        alone: why the call's steps are not shared, where those of others are; None else.
+    """
+
+    warms_up: bool
+    sharing: StepSharing | None = None
+    filled_up: bool = False
+    alone: str | None = None
+
+    @classmethod
+    def of(
+        cls, model: Any, strategy: Strategy, rows: int, warms_up: bool,
+        refused: Callable[[], str | None],
+    ) -> _Way:  # fmt: skip
+        """``refused`` says why the batch must not be of more rows than the call's; None if it
+        may."""
+        sharing, graphs = None if warms_up else StepSharing.of(model), strategy.graphs
+        filled_up = graphs is not None and graphs.records and rows != bucket(rows)
+        if sharing is None and not filled_up:
+            return cls(warms_up)
+        if (why := refused()) is not None:
+            return cls(warms_up, alone=None if sharing is None else why)
+        return cls(warms_up, sharing, filled_up)
+
+    def prompt(self, stack: ExitStack, sequences: Sequences) -> AbstractContextManager[Parts]:
+        """A block for the prompt; what ends with the call goes on the stack."""
+        if self.sharing is None:
+            return nullcontext(WHOLE)
+        rows = len(sequences.lengths)
+        stack.enter_context(self.sharing.admitted(rows, sequences.max_length))
+        return self.sharing.prompt(rows, sequences.width)
+
+    def steps(self, stack: ExitStack, steps: Steps, synced: bool) -> Callable[[], None]:
+        """What takes the steps after the prompt, whose block this belongs to."""
+        nested = _nested(steps)
+        if nested and self.sharing is not None:
+            self.alone = "what its forwards get may be of rows"
+        if nested or not any(steps.state.active):  # or its first token was its last
+            self.sharing, self.filled_up = None, False
+        if self.sharing is not None:
+            return stack.enter_context(self.sharing.joined(steps))
+        if self.filled_up:
+            return partial(take_filled_up, steps, self.warms_up)
+        if self.warms_up:
+            steps.warm()
+        return partial(_take_all, steps, synced)
+
+    def end(self, steps: Steps) -> None:
+        """Once all steps are taken."""
+        if self.sharing is not None or self.filled_up:
+            steps.leave()
+        else:
+            steps.finish()
+        if self.alone is not None:
+            steps.state.stats.details["shared"] = {"alone": self.alone}
 
 
 def _decode_in_turns(
