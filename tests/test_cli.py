@@ -214,8 +214,16 @@ def test_serve_says_what_is_missing(monkeypatch, capsys):
 
 def test_serve_hands_all_other_arguments_over(monkeypatch):
     given, prepared = [], []
-    program = SimpleNamespace(app=lambda arguments, **_: given.append(arguments))
-    monkeypatch.setitem(sys.modules, "transformers.cli.transformers", program)
+
+    class Program:
+        port = SimpleNamespace(opts=["--port"], secondary_opts=[])
+        commands = {"serve": SimpleNamespace(params=[port])}
+
+        def __call__(self, arguments, **_):
+            given.append(arguments)
+
+    stock = SimpleNamespace(app=Program())
+    monkeypatch.setitem(sys.modules, "transformers.cli.transformers", stock)
     nothing = dict.fromkeys(("on_request", "on_metrics", "tell"), lambda *_: None)
     served = SimpleNamespace(on_load=prepared.append, **nothing)
     monkeypatch.setitem(sys.modules, "hf_spec.modeling_patches.served_models", served)

@@ -177,15 +177,19 @@ def test_there_are_no_other_locks() -> None:
             if re.search(r"threading.*(Lock|Condition|Semaphore)|functools.*cached_prop", text):
                 found.append((module, text))
     # What calls share steps by is made anew in children.
-    shared = [("hf_spec.decoding.sharing", f"threading.{kind}") for kind in ("Condition", "RLock")]
-    assert sorted(found) == sorted(shared * 2) + [("hf_spec.threads", "threading.RLock")]
+    shared = [
+        (f"hf_spec.decoding.{name}", f"threading.{kind}")
+        for name in ("manager", "sharing", "sharing")
+        for kind in ("Condition", "RLock")
+    ]
+    assert sorted(found) == sorted(shared) + [("hf_spec.threads", "threading.RLock")]
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that sends signals")
 @pytest.mark.parametrize("kind", ["lock", "turn"])
 def test_an_interrupt_leaves_no_lock(kind: str) -> None:
     """Wherever it comes: between taking a lock and the block, too."""
-    lock, turns, free = new_lock(), Turns(), threading.Event()
+    lock, turns, free = new_lock(), Turns(256), threading.Event()
 
     def taken() -> Any:
         return lock if kind == "lock" else turns.taken()

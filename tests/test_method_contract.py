@@ -144,8 +144,8 @@ def test_options_round_trip(name: str, variant: str, tmp_path: Any) -> None:
         assert dataclasses.asdict(method.parse_options(ours.assistant_kwargs)) == full
 
 
-#: Fields that may be any text: a pattern of module names, the name of another strategy.
-TEXTS = {"target_modules", "draft_target_modules", "drafter", "adapter"}
+#: Fields that may be any text: a pattern of module names, the name of another strategy, a path.
+TEXTS = {"target_modules", "draft_target_modules", "drafter", "adapter", "lookup_history"}
 
 
 @pytest.mark.parametrize("name", methods())

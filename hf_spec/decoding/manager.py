@@ -121,7 +121,9 @@ class RequestManager:
         self.num_return_sequences = config.num_return_sequences or 1
         compiles = config.cache_implementation is not None or config.compile_config is not None
         self._shares = takes_turns(model) is None and not compiles
-        self._changed = threading.Condition()
+        #: Taken itself, as an interrupt within a condition's ``__enter__`` would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: list[_Request] = []  # to be started
         self._open: dict[str, _Request] = {}  # not yet ended
         self._results: deque[GenerationOutput] = deque()
@@ -144,7 +146,7 @@ class RequestManager:
 
     def start(self) -> None:
         """Answer the requests that were added, and those to come."""
-        with self._changed:
+        with self._lock:
             if self._pool is not None:
                 logger.warning("the manager is running already.")
                 return
@@ -171,7 +173,7 @@ class RequestManager:
         Raises:
             RuntimeError: within a pause of this thread, which requests would wait for.
         """
-        with self._changed:
+        with self._lock:
             if self._pool is None:
                 logger.warning("the manager was not started.")
                 return
@@ -188,7 +190,7 @@ class RequestManager:
 
     def join(self, stop_trigger_time: float = 0.0, timeout: float | None = None) -> None:
         """Wait, after ``stop(block=False)``, for the end."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._pool is None, timeout)
 
     def destroy(self) -> None:
@@ -205,16 +207,16 @@ class RequestManager:
             RuntimeError: the manager does not run.
         """
         me = threading.get_ident()
-        with self._changed:
+        with self._lock:
             if self._pool is None:
                 raise RuntimeError("pause() of a manager that does not run: start() it first.")
             self._pauses.append(me)
         try:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: not self._at_work)
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._pauses.remove(me)
                 self._changed.notify_all()
 
@@ -266,7 +268,7 @@ class RequestManager:
             ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
             config.eos_token_id = [one for one in ends if one >= 0]
         config.num_return_sequences, config.return_dict_in_generate = 1, False
-        with self._changed:
+        with self._lock:
             if self._stops:
                 logger.warning("the manager is being stopped, and takes no more requests.")
                 return None
@@ -294,7 +296,7 @@ class RequestManager:
 
     def cancel_request(self, request_id: str) -> None:
         """End a request, and the others with its prompt: there is no result."""
-        with self._changed:
+        with self._lock:
             for request in [*self._open.values()]:
                 if request_id in (request.name, request.parent):
                     request.left = True
@@ -326,7 +328,7 @@ class RequestManager:
         def over() -> bool:
             return self._pool is None or request_id is not None and request_id not in self._open
 
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: found() is not None or over(), timeout)
             result = found()
             if result is not None:
@@ -347,11 +349,11 @@ class RequestManager:
         """From now on, ``callback`` is called with the results of a request, in the event loop that
         runs in this thread, and there are none of it elsewhere."""
         loop = asyncio.get_running_loop()
-        with self._changed:
+        with self._lock:
             self._handlers[request_id] = lambda output: _call(loop, callback, output)
 
     def _deliver(self, output: GenerationOutput) -> None:
-        with self._changed:
+        with self._lock:
             handler = self._handlers.get(output.request_id)
             if handler is None:
                 self._results.append(output)
@@ -365,7 +367,7 @@ class RequestManager:
 
     def _run(self, request: _Request) -> None:
         """Answer a request."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not self._pauses or request.left)
             self._at_work += 1
         try:
@@ -381,7 +383,7 @@ class RequestManager:
         request.ended = time.perf_counter()
         if not request.left or request.error is not None:
             self._deliver(request.output)
-        with self._changed:
+        with self._lock:
             self._at_work -= 1
             del self._open[request.name]
             self._handlers.pop(request.name, None)

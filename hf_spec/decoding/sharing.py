@@ -26,6 +26,10 @@ from hf_spec.modeling_patches.modules import unwrapped
 
 # -- Turns: prompts and steps run one after the other ----------------------------------------------
 
+#: Seconds after which those who wait look themselves: an interrupt may have come before others were
+#: told that a turn has ended.
+LOST = 1.0
+
 
 @dataclass(eq=False)
 class Turn:
@@ -34,10 +38,12 @@ class Turn:
     Attributes:
         step: whether a step is taken in it, and not a prompt run.
         tokens: of the prompt that run in it, or in the part of it until others have theirs.
+        over: whether it has ended.
     """
 
     step: bool
     tokens: int = 0
+    over: bool = False
     thread: int = field(default_factory=threading.get_ident)
 
 
@@ -55,7 +61,7 @@ class Turns:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[Turn] = deque()  # with the one that somebody has
-        self._held: Turn | None = None
+        self._last: Turn | None = None  # that somebody has, or had
         self._tokens = 0  # of prompts since the last step
 
     @contextmanager
@@ -68,9 +74,8 @@ class Turns:
                 self._wait(turn)
             yield turn
         finally:
+            turn.over = True  # at once, as another interrupt may follow
             with self._lock:
-                if turn in self._waiting:  # else it was interrupted before
-                    self._waiting.remove(turn)
                 self._end(turn)
 
     def pass_on(self) -> None:
@@ -78,7 +83,6 @@ class Turns:
         with self._lock:
             turn = self._held
             assert turn is not None
-            self._waiting.remove(turn)
             self._waiting.append(turn)
             self._end(turn)
             self._wait(turn)
@@ -88,20 +92,30 @@ class Turns:
         held = self._held
         return held is not None and held.thread == thread
 
+    @property
+    def _held(self) -> Turn | None:
+        last = self._last
+        return None if last is None or last.over else last
+
     def _wait(self, turn: Turn) -> None:
-        self._changed.wait_for(lambda: self._held is None and self._next is turn)
-        self._held = turn
+        while self._held is not None or self._next is not turn:
+            self._changed.wait(LOST)
+        self._last = turn
 
     @property
     def _next(self) -> Turn:
-        first = self._waiting[0]
+        waiting = [turn for turn in self._waiting if not turn.over]
+        first = waiting[0]
         if self._tokens < self.most:
             return first
-        return next((turn for turn in self._waiting if turn.step), first)
+        return next((turn for turn in waiting if turn.step), first)
 
     def _end(self, turn: Turn) -> None:
-        if self._held is turn:
-            self._held = None
+        """Have others wait no longer for a turn that has ended, or has been passed on."""
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+        if self._last is turn:
+            self._last = None
             self._tokens = 0 if turn.step else self._tokens + turn.tokens
         self._changed.notify_all()
 
@@ -323,8 +337,8 @@ class StepSharing:
                 self._changed.notify_all()
             yield
         finally:
+            self._inside.pop(turn, None)  # at once, as another interrupt may follow
             with self._lock:
-                self._inside.pop(turn, None)
                 self._prompted.discard(room.thread)
                 if turn in self._waiting:
                     self._waiting.remove(turn)

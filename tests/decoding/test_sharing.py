@@ -63,11 +63,17 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def at_rest(sharing: StepSharing) -> None:
+    """Wait until the steps of earlier calls have ended."""
+    wait_until(lambda: not (sharing._batches or sharing.turns._waiting))
+
+
 @contextmanager
 def at_once(
     sharing: StepSharing, model: Any, requests: Sequence[dict[str, Any]]
 ) -> Iterator[list[Future[Any]]]:
     """Calls of a thread each, none of which takes a step before the prompts of all have run."""
+    at_rest(sharing)
     with ThreadPoolExecutor(len(requests)) as pool:
         with sharing.turns.taken():
             calls = []
@@ -448,6 +454,7 @@ def test_an_interrupted_call_leaves(sharing: StepSharing, model: Any) -> None:
     waits = [True]
     given = {"input_ids": prompt(9), "max_new_tokens": 40, **GREEDY}
     wanted = model.generate(**given).tolist()
+    at_rest(sharing)
     with ThreadPoolExecutor(1) as pool:
         with sharing.turns.taken():
             other = pool.submit(lambda: model.generate(**given, **LOOKUP, streamer=Interrupts(0)))

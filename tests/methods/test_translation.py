@@ -144,7 +144,7 @@ def test_nodes_of_a_tree_are_as_the_assistant_alone(tiny: Tiny, fresh: Tiny, kin
     batch = [[1, *prompt(7)[0].tolist(), 55], [48, *prompt(4, seed=1)[0].tolist()]]
     state: Any = SimpleNamespace(
         batch_size=2, tokens=batch, remaining=[9, 9], timed=False, do_sample=False,
-        target=SimpleNamespace(graphs=None), prompt_part=3,
+        target=SimpleNamespace(graphs=None), prompt_part=3, between_parts=lambda: None,
     )  # fmt: skip
     drafter.start(state)
     begin = own("")["input_ids"]

@@ -164,12 +164,12 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     that is not skipped."""
     original = Session.generate
 
-    def timed(self: Session, contender: Any, prompts: Any, **kwargs: Any) -> Any:
+    def timed(self: Session, contender: Any, prompts: Any, *most: Any, **kwargs: Any) -> Any:
         options = contender.kwargs.get("assistant_kwargs")
         if options is not None:  # every step drafts, as the policy would go by the real clock
             own = {**contender.kwargs, "assistant_kwargs": {**options, **layers.TRIAL_OPTIONS}}
             contender = dataclasses.replace(contender, kwargs=own)
-        _, rows, steps, stats = original(self, contender, prompts, **kwargs)
+        _, rows, steps, stats = original(self, contender, prompts, *most, **kwargs)
         seconds = float(steps)
         if stats is not None:
             kept = 2 * LAYERS - len(options["skip_attention"]) - len(options["skip_mlp"])
