@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_spec.modeling_patches.per_call import Changes
+from hf_spec.modeling_patches.per_call import Changes, step_aside
 from hf_spec.modeling_patches.weights import features, in_use
 
 # -- What Transformers calls the KV cache: ``cache`` from 5.24 on, ``past_key_values`` before ------
@@ -264,6 +264,26 @@ def walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     yield name, module
     for child_name, child in module.named_children():
         yield from walk(child, f"{name}.{child_name}" if name else child_name)
+
+
+# -- Embeddings that are of no token ---------------------------------------------------------------
+#
+# The model gets ids for all of its inputs, as it makes more of these than embeddings: Gemma 4 looks
+# up inputs of each layer, and gives placeholders of images the embedding of padding.
+
+
+def learned_embeddings(model: Any, changes: Changes, learned: Callable[[], Tensor | None]) -> None:
+    """Let the last ids of each forward stand for these embeddings, ``(batch, n, hidden)``, instead
+    of tokens; None: for none."""
+    step_aside(model)
+
+    def replace(args: Any, kwargs: Any, output: Any) -> Any:
+        own = learned()
+        if own is None:
+            return None
+        return torch.cat([output[:, : output.shape[1] - own.shape[1]], own.to(output)], dim=1)
+
+    changes.after(model.get_input_embeddings(), replace)
 
 
 # -- Averages the hidden states of a decoder's last layers, instead of using only the last one's ---

@@ -2,7 +2,8 @@
 
 ``python tests/random_cases.py --count 10000 --output cases.jsonl`` draws models with attention,
 recurrent layers and images, strategies with their variants, batches with padding, processors, ends,
-sampling, compiled steps, second turns, forms of prompts, criteria, streamers and modes of PyTorch.
+sampling, compiled steps, second turns, forms of prompts, criteria, streamers, options of all
+strategies and modes of PyTorch.
 Case number n is the same in every run; those that the output has are not run again. It prints what
 differed and a summary. ``make random`` runs 1,000; ``make test`` runs a few.
 """
@@ -113,6 +114,7 @@ class Case(NamedTuple):
         removed: tokens of the first answer that the second turn leaves out.
         around, criteria, form: see :data:`AROUND`, :data:`CRITERIA` and :data:`FORMS`.
         watched: whether what is streamed, and scores, are compared, too.
+        more: options beside those of the variant.
     """
 
     number: int
@@ -134,6 +136,7 @@ class Case(NamedTuple):
     criteria: str = ""
     form: str = ""
     watched: bool = False
+    more: dict[str, Any] = {}
 
 
 def pairs(kinds: Iterable[str] = MODELS) -> Iterator[Case]:
@@ -143,7 +146,7 @@ def pairs(kinds: Iterable[str] = MODELS) -> Iterator[Case]:
         call = draw(number, [kind])._replace(
             model=model, attention="eager" if model in EAGER_ONLY else "sdpa", matched=False,
             settings={"max_new_tokens": 36, "do_sample": False}, drafting="always", turn=None,
-            around="", criteria="", form="", watched=False,
+            around="", criteria="", form="", watched=False, more={},
         )  # fmt: skip
         for name in methods():
             variants = [variant for owner, variant in RUNS if owner == name]
@@ -185,8 +188,21 @@ def draw(number: int, kinds: Iterable[str] = MODELS) -> Case:
         around=rng.choice([*AROUND]) if rng.random() < 0.4 else "",
         criteria=rng.choice([*CRITERIA]) if rng.random() < 0.2 else "",
         form="" if images or rng.random() < 0.7 else rng.choice([*FORMS][: -2 if turn else None]),
-        watched=rng.random() < 0.15,
+        watched=rng.random() < 0.15, more=options(rng, name, variant, size > 1 and turn is None),
     )  # fmt: skip
+
+
+def options(rng: random.Random, name: str, variant: str, waits: bool) -> dict[str, Any]:
+    """Options of all strategies, drawn after all else; ``waits``: whether rows may."""
+    given, found = RUNS[name, variant], {}
+    grows = name != "layer_skip" and given.get("acceptance") != "rejection" and "tree" not in given
+    if rng.random() < 0.3:
+        found["recycle"] = grows and rng.random() < 0.7
+    if waits and rng.random() < 0.3:
+        found["max_rows"] = rng.randint(1, 3)
+    if rng.random() < 0.1:
+        found["forced"] = False
+    return found
 
 
 @cache
@@ -296,7 +312,7 @@ _last: dict[str, list[Turn]] = {}
 
 def _remembered(case: Case, model: Any) -> list[Turn]:
     """What plain generation makes of a call; of the last one without running it again."""
-    call = str((case._replace(number=0, name="", variant="", drafting=""), model.dtype))
+    call = str((case._replace(number=0, name="", variant="", drafting="", more={}), model.dtype))
     if call not in _last:
         turns = _plain(case, model)
         _last.clear()
@@ -377,7 +393,7 @@ def _strategy(
     case: Case, model: Any, turns: list[Turn]
 ) -> tuple[list[list[list[int]]], int, int]:  # fmt: skip
     """What the strategy adds in each turn; how many tokens were drafted and accepted."""
-    options = {**RUNS[case.name, case.variant], "drafting": case.drafting}
+    options = {**RUNS[case.name, case.variant], "drafting": case.drafting, **case.more}
     spec: dict[str, Any] = {
         "assistant_strategy": case.name, "assistant_kwargs": options, **needed(case.name)
     }  # fmt: skip

@@ -36,5 +36,9 @@ def test_everything_is_drawn() -> None:
     assert {len(case.rows) for case in cases} == {1, 2, 3, 4}
     for name, values in (("around", AROUND), ("criteria", CRITERIA), ("form", FORMS)):
         assert {getattr(case, name) for case in cases} == {*values}
+    assert {(name, value) for case in cases for name, value in case.more.items()} == {
+        ("recycle", True), ("recycle", False), ("forced", False),
+        *(("max_rows", most) for most in (1, 2, 3)),
+    }  # fmt: skip
     for condition in ("compiled", "matched", "removed", "watched"):
         assert 0 < sum(bool(getattr(case, condition)) for case in cases) < len(cases) / 4

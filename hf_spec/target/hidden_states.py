@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -156,27 +155,6 @@ def shapes_logits(model: Any) -> bool:
 def supported_kwargs(model: Any, **inputs: Any) -> dict[str, Any]:
     """Those of ``inputs`` that the model's forward accepts; not all accept positions, say."""
     return {name: value for name, value in inputs.items() if takes(model, name)}
-
-
-def embedded(model: Any, embeddings: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-    """Inputs of a forward over embeddings of which only the first are those of tokens.
-
-    Args:
-        model: a causal language model.
-        embeddings: ``(batch, n, hidden)`` all input embeddings.
-        tokens: ``(batch, tokens)`` ids of the first ones. Models with per-layer inputs looked up by
-            token (Gemma 3n, Gemma 4) see token 0 at the others.
-    """
-    inputs = {"inputs_embeds": embeddings}
-    decoder = decoder_of(model)
-    if getattr(decoder, "hidden_size_per_layer_input", 0):
-        missing = embeddings.shape[1] - tokens.shape[1]
-        ids = torch.nn.functional.pad(tokens, (0, missing))
-        look_up = decoder.get_per_layer_inputs
-        # Gemma 4 takes embeddings instead, too, which it requires in Transformers 5.20.
-        other = dict.fromkeys({"inputs_embeds"} & inspect.signature(look_up).parameters.keys())
-        inputs["per_layer_inputs"] = look_up(ids, **other)
-    return inputs
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from hf_spec.cache.recurrent import sequence_cache, states_before
@@ -22,12 +23,18 @@ from hf_spec.core.device import to_device
 from hf_spec.core.shapes import ProbeGroup
 from hf_spec.modeling_patches.attention_masks import Local, TreeAttention
 from hf_spec.modeling_patches.linear_attention import Running, tree_recurrences
-from hf_spec.modeling_patches.modules import CACHE, averaged_exits, num_layers, only_logits
+from hf_spec.modeling_patches.modules import (
+    CACHE,
+    averaged_exits,
+    learned_embeddings,
+    num_layers,
+    only_logits,
+)
 from hf_spec.modeling_patches.per_call import Changes, changing
 from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.support import checkpoints
 from hf_spec.modeling_patches.weights import output_features, placement
-from hf_spec.target.hidden_states import captured, embedded, model_logits, supported_kwargs
+from hf_spec.target.hidden_states import captured, model_logits, supported_kwargs
 from hf_spec.target.target import ProbeInputs, first_near
 
 #: Keeps what a model says of sequences that recur. From what computes it of ids and mask, these
@@ -130,6 +137,10 @@ class _Run:
             return learned.flatten(1, 2)
         return learned.repeat(self.anchors.shape[1], 1).expand(self.batch, -1, -1)
 
+    def _with_probes(self, ids: Tensor) -> Tensor:
+        """Ids of tokens ``(batch, n)``, and any for the probes behind them."""
+        return pad(ids, (0, self.probe_positions.shape[1]))
+
     def _token_rows(self) -> Tensor:
         """What tokens see of tokens, padding itself at least: (batch, seq, seq) bool."""
         places = torch.arange(self.seq, device=self.device)
@@ -168,7 +179,7 @@ class _Run:
             visible, cache = self._token_rows(), sequence_cache(self.states)
             mask = self._mask(visible, self.positions, 0)
             token_hidden = self._forward(
-                self._changes(visible), self.positions, mask, cache, input_ids=self.input_ids
+                self._changes(visible), self.positions, mask, cache, self.input_ids
             )
         front, ranks = self.inputs.num_front, Ranks(self.model)
         full = sequence_cache(self.states)
@@ -185,12 +196,12 @@ class _Run:
         changes = self._changes(visible, self.seq)
         if while_probing is not None:
             changes.update(while_probing)
+        learned_embeddings(self.model, changes, self._embeddings)
         averaged_exits(self.model, changes, self.inputs.exits)
         if self.inputs.update is not None:
             self.inputs.update.add_to(changes)
-        inputs = embedded(self.model, self._embeddings(), self.input_ids[:, :0])
-        mask = self._mask(visible, self.probe_positions, front)
-        hidden = self._forward(changes, self.probe_positions, mask, full, **inputs)
+        mask, ids = self._mask(visible, self.probe_positions, front), self.input_ids[:, :0]
+        hidden = self._forward(changes, self.probe_positions, mask, full, self._with_probes(ids))
         return self._split(hidden, token_hidden)
 
     def together(self) -> ProbedSequences:
@@ -200,26 +211,23 @@ class _Run:
         unseen = tokens.new_zeros(self.batch, self.seq, self.probe_positions.shape[1])
         visible = torch.cat([torch.cat([tokens, unseen], 2), self._probe_rows()], dim=1)
         positions = torch.cat([self.positions, self.probe_positions], dim=1)
-        embeddings = torch.cat(
-            [self.model.get_input_embeddings()(self.input_ids), self._embeddings()], dim=1
-        )
         changes = self._changes(visible)
+        learned_embeddings(self.model, changes, self._embeddings)
         averaged_exits(self.model, changes, self.inputs.exits, lambda: self.seq)
         # Recurrent layers ask their cache for states.
         cache = None if self.states is None else sequence_cache(self.states)
-        inputs = embedded(self.model, embeddings, self.input_ids)
-        mask = self._mask(visible, positions, 0)
-        hidden = self._forward(changes, positions, mask, cache, **inputs)
+        mask, ids = self._mask(visible, positions, 0), self._with_probes(self.input_ids)
+        hidden = self._forward(changes, positions, mask, cache, ids)
         return self._split(hidden[:, self.seq :], hidden[:, : self.seq])
 
     def _forward(
-        self, changes: Changes, positions: Tensor, mask: Any, cache: Any, **inputs: Tensor
+        self, changes: Changes, positions: Tensor, mask: Any, cache: Any, ids: Tensor
     ) -> Tensor:
         """The final hidden states of a forward."""
         seen = captured(self.model, changes)
         held = {} if cache is None else {CACHE: cache}
         changes.run(
-            self.model, attention_mask=mask, use_cache=bool(held), **held, **inputs,
+            self.model, input_ids=ids, attention_mask=mask, use_cache=bool(held), **held,
             **_without_logits(self.model, position_ids=positions),
         )  # fmt: skip
         return seen[0]
@@ -296,8 +304,10 @@ def computed_states(model: Any, embeddings: Tensor) -> Sequence[tuple[Tensor, Te
     """
     cache = DynamicCache()
     dtype = placement(model).dtype
-    tokens = torch.zeros(1, 0, dtype=torch.long, device=embeddings.device)
+    ids = torch.zeros(1, len(embeddings), dtype=torch.long, device=embeddings.device)
+    changes = Changes()
+    learned_embeddings(model, changes, lambda: embeddings[None].to(dtype))
     with _evaluating(model):
-        inputs = embedded(model, embeddings[None].to(dtype), tokens)
-        model(**inputs, **{CACHE: cache}, use_cache=True, **_without_logits(model))
+        given = {"input_ids": ids, CACHE: cache, "use_cache": True, **_without_logits(model)}
+        changes.run(model, **given)
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_spec.cache.attention import AttentionStates, bounded
 from hf_spec.cache.tree_cache import TreeCache
@@ -21,7 +22,13 @@ from hf_spec.modeling_patches.attention_masks import Local, TreeAttention
 from hf_spec.modeling_patches.dynamic_rope import DynamicRope, rope_ends
 from hf_spec.modeling_patches.linear_attention import Running, tree_recurrences
 from hf_spec.modeling_patches.low_rank import LowRank
-from hf_spec.modeling_patches.modules import CACHE, averaged_exits, only_logits, takes
+from hf_spec.modeling_patches.modules import (
+    CACHE,
+    averaged_exits,
+    learned_embeddings,
+    only_logits,
+    takes,
+)
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.skipping import Choose, early_pruning
@@ -33,7 +40,6 @@ from hf_spec.target.hidden_states import (
     Read,
     Reads,
     captured,
-    embedded,
     gather_hidden,
 )
 
@@ -230,6 +236,7 @@ class ForwardContext:
 
     tokens: int = 0  # nodes with tokens, which come first
     probes: int = 0  # which follow
+    learned: Tensor | None = None  # (batch, probes, hidden) embeddings of these; None without any
     logits_at: Tensor | None = None  # (batch, n) nodes to compute logits for; None for all tokens
     choose: Choose | None = None  # chooses which nodes to keep; None to keep all
 
@@ -402,13 +409,13 @@ class Target(FollowsRows):
         if self.takes_positions:
             on_axes = positions if self.axes is None else positions + self.axes.transpose(0, 1)
             inputs["position_ids"] = on_axes.to(self.device)
-        ids = block.ids.to(self.device)
-        if not block.tree.num_probes:
-            return inputs | {"input_ids": ids}
-        embeddings = self.model.get_input_embeddings()(ids)
-        assert self.probe_embeddings is not None
-        learned = self.probe_embeddings[block.kinds.to(self.device)]
-        return inputs | embedded(self.model, torch.cat([embeddings, learned], dim=1), ids)
+        ids, learned = block.ids.to(self.device), None
+        if block.tree.num_probes:
+            assert self.probe_embeddings is not None
+            learned = self.probe_embeddings[block.kinds.to(self.device)]
+            ids = pad(ids, (0, block.tree.num_probes))
+        self._context.learned = learned
+        return inputs | {"input_ids": ids}
 
     def _mask(self, block: Block, keys: int, positions: Tensor) -> Any:
         """The mask of nodes at these positions ``(batch, n)``, as the model's attention takes it;
@@ -506,6 +513,7 @@ class Target(FollowsRows):
         if self._watching is None:
             changes, inputs = Changes().update(self._changes), self.probe_inputs
             if inputs is not None:
+                learned_embeddings(self.model, changes, lambda: context.learned)
                 averaged_exits(self.model, changes, inputs.exits, lambda: context.tokens)
                 if inputs.update is not None:
                     inputs.update.add_to(

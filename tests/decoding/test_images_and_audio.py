@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import prompt
-from multimodal import IMAGE, KINDS, SIZE, VIDEOS, prompts
+from multimodal import AUDIO, HEAR, IMAGE, KINDS, SIZE, VIDEO, VIDEOS, prompts
 from multimodal import build as built
+from replay import RECORDED, Replay
 from running import CAPTURED, drafting
 from test_every_architecture import OPTIONS, adapted, check_refusal
 from torch import Tensor
@@ -21,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 from hf_spec import last_stats
 from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.target import captures
 
 #: A mask over the image, one position more, three positions and a recurrent state, sounds.
 ALWAYS = ("gemma3", "paligemma", "qwen2_vl", "qwen3_5", "qwen2_audio", "smolvlm")
@@ -159,6 +161,24 @@ def test_a_next_turn_of_another_kind_than_what_is_generated() -> None:
                                   "attention_mask": torch.ones_like(more)})  # fmt: skip
     found = tokens("paligemma", {**turn, "token_type_ids": suffix}, **drafting("prompt_lookup"))
     assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("ppd", {}), ("space", {}), ("space", RECORDED)],
+    ids=["ppd", "space", "recorded"],
+)  # fmt: skip
+def test_placeholders_in_the_answer(
+    name: str, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4 gives them the embedding and the layers' inputs of padding: also where probes, which
+    have no ids, are in the same forward."""
+    monkeypatch.setitem(captures.RECORDERS, "cpu", Replay)
+    call, only = given("gemma4", 1), {"suppress_tokens": [*range(HEAR)]}
+    wanted = tokens("gemma4", call, **only)
+    answers = {token for row in wanted for token in row[call["input_ids"].shape[1] :]}
+    assert answers & {IMAGE, VIDEO, AUDIO} and min(answers) >= HEAR
+    with adapted(built("gemma4"), name):
+        assert tokens("gemma4", call, **only, **drafting(name), **mode) == wanted
 
 
 def test_compiled_steps() -> None:
