@@ -73,7 +73,9 @@ def inputs_of_row(
     Raises:
         ValueError: an input is neither of tokens nor a setting, such as an image.
     """
-    first = 0 if real is None else int(real[row].int().argmax())
+    first = 0
+    if real is not None and real.shape[1]:  # else the prompt is embeddings
+        first = int(real[row].int().argmax())
     own = {}
     for name, value in model_kwargs.items():
         if name == CACHE:

@@ -151,6 +151,13 @@ def test_what_looks_at_several_rows_is_refused(case: str) -> None:
         model.generate(**{**given, **spec, **more})
 
 
+def test_prompts_that_are_embeddings_are_refused() -> None:
+    model, given = shared("llama_tied"), ragged(LENGTHS)
+    rows = model.get_input_embeddings()(given.pop("input_ids"))
+    with pytest.raises(ValueError, match="max_rows with the model input 'inputs_embeds' of shape"):
+        model.generate(inputs_embeds=rows, **given, max_new_tokens=6, **waiting(LOOKUP))
+
+
 @pytest.mark.parametrize("most", [0, 1.5, "8"])
 def test_it_is_a_number_of_rows(most: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(f"max_rows={most!r}: must be a whole number")):
