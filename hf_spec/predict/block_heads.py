@@ -28,7 +28,7 @@ class BlockHead(ConditionalHead):
     """A head of a block, whose slots are predicted from without the tokens drafted before them.
 
     A new one defines :meth:`shapes` and :meth:`features`, and stands in the table
-    :data:`~hf_spec.predict.block_heads.HEADS`.
+    :data:`~hf_spec.predict.blocks.HEADS`.
 
     Args:
         network: the :class:`~hf_spec.predict.blocks.BlockNetwork`.
@@ -529,16 +529,3 @@ def codes_of(rows: Tensor | None, known: int, hidden: int, rank: int) -> tuple[T
     values, vectors = torch.linalg.eigh(rows.T @ rows)
     values, vectors = values[-rank:].clamp(min=1e-12), vectors[:, -rank:]
     return functional.normalize(rows @ vectors / values.sqrt(), dim=-1), vectors.T
-
-
-# -- The heads that a block drafter can have, by the value of ``markov_head`` ----------------------
-
-HEADS: dict[str, type[BlockHead]] = {
-    "vanilla": VanillaHead,
-    "gated": GatedHead,
-    "rnn": RecurrentHead,
-    "selector": Selector,
-    "domino": Domino,
-    "dspine": DSpine,
-    "xpress": XPress,
-}

@@ -35,12 +35,34 @@ from hf_spec.draft.options import DraftOptions
 from hf_spec.draft.state import DecodeState
 from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.weights import input_features, output_features, placement
-from hf_spec.predict.block_heads import CONFIDENCE, HEADS, BlockHead
+from hf_spec.predict.block_heads import (
+    CONFIDENCE,
+    BlockHead,
+    Domino,
+    DSpine,
+    GatedHead,
+    RecurrentHead,
+    Selector,
+    VanillaHead,
+    XPress,
+)
 from hf_spec.predict.decoder import FACTOR, Decoder, DecoderConfig, DecoderNetwork
 from hf_spec.predict.table import AT_ONCE, Predictions, TablePredictor, likeliest
 from hf_spec.target.hidden_states import Head, Reads, gather_hidden, model_logits, output_logits
 from hf_spec.target.noise import as_sampled
 from hf_spec.target.sequences import token_hidden
+
+# -- The heads that a block drafter can have, by the value of ``markov_head`` ----------------------
+
+HEADS: dict[str, type[BlockHead]] = {
+    "vanilla": VanillaHead,
+    "gated": GatedHead,
+    "rnn": RecurrentHead,
+    "selector": Selector,
+    "domino": Domino,
+    "dspine": DSpine,
+    "xpress": XPress,
+}
 
 # -- The config of a block drafter's adapter -------------------------------------------------------
 

@@ -20,7 +20,7 @@ from transformers.generation import candidate_generator
 import hf_spec
 from hf_spec.adapters.checkpoint import WEIGHTS
 from hf_spec.adapters.loading import find_active
-from hf_spec.predict.block_heads import HEADS
+from hf_spec.predict.blocks import HEADS
 from hf_spec.tools import cli
 from hf_spec.tools.formats import blocks
 from hf_spec.tools.hub.transfer import import_adapter, importable, recognized
