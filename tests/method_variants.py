@@ -139,7 +139,10 @@ VARIANTS: dict[str, Variants] = {
             "domino": {"num_layers": 1, "sample_from_anchor": True, **DOMINO},
             "dspine": {"block_size": 4, "draft_vocab_size": 40, **DSPINE},
             "xpress": {"num_layers": 1, "draft_vocab_size": 40, **XPRESS},
-            "lilicorr": {"num_layers": 1, "block_size": 4, "draft_vocab_size": 40, **LILICORR},
+            "lilicorr": {
+                "num_layers": 1, "block_size": 4, "draft_vocab_size": 40, **LILICORR,
+                "selector_top_k": 40,  # so that it learns of each pair of tokens
+            },
         },
     ),
     "dspark": Variants(

@@ -167,20 +167,10 @@ class LiLiCorr(BlockHead):
     def _lattice(self, log_probs: Tensor, embedded: Tensor, hidden: Tensor) -> Tensor:
         """``(..., slots, k, width)`` normed states of the candidates."""
         slots, count = log_probs.shape[-2:]
-        ranks = torch.arange(count, device=log_probs.device).expand_as(log_probs)
-        numbers = (
-            log_probs, log_probs.exp(), log_probs - log_probs[..., :1], ranks / max(count - 1, 1),
-            (ranks == 0).float(),
-        )  # fmt: skip
-        names = [f"{PREFIX}feature_norm.{name}" for name in ("weight", "bias")]
-        weight, bias = (self.weights[name] for name in names)
-        numbers = functional.layer_norm(
-            torch.stack(numbers, -1).to(weight), weight.shape, weight, bias
-        )
         if f"{PREFIX}token_proj.weight" in self.weights:
             embedded = self._linear("token_proj", embedded)
         found = embedded + self._linear("pass_hidden_proj", hidden)[..., None, :]
-        found = found + self._mlp("feature_mlp", numbers)
+        found = found + self._mlp("feature_mlp", self._numbers(log_probs))
         found = found + self._weight("slot_embedding")[0, 0, :slots]
         found = found + self._weight("rank_embedding")[0, 0, :, :count]
         flat, bias = found.flatten(0, -4).flatten(1, 2), self._bias(slots, count)
@@ -189,6 +179,15 @@ class LiLiCorr(BlockHead):
             flat = flat + self._attended(layer, self._norm(f"{layer}attn_norm", flat), bias)
             flat = flat + self._mlp(f"{layer}mlp", self._norm(f"{layer}mlp_norm", flat))
         return self._norm("output_norm", flat).view(found.shape)
+
+    def _numbers(self, log_probs: Tensor) -> Tensor:
+        """``(..., slots, k, 5)`` what the MLP reads of the candidates, normed."""
+        count = log_probs.shape[-1]
+        ranks = torch.arange(count, device=log_probs.device).expand_as(log_probs)
+        gap, share = log_probs - log_probs[..., :1], ranks / max(count - 1, 1)
+        numbers = torch.stack([log_probs, log_probs.exp(), gap, share, (ranks == 0).float()], -1)
+        weight, bias = (self._weight(f"feature_norm.{name}") for name in ("weight", "bias"))
+        return functional.layer_norm(numbers.to(weight), weight.shape, weight, bias)
 
     def _bias(self, slots: int, count: int) -> Tensor:
         """``(heads, slots * k, slots * k)`` of attention scores."""
