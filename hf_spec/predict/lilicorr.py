@@ -215,7 +215,7 @@ class LiLiCorr(BlockHead):
         return self._linear(f"{name}.down_proj", inner)
 
     def _norm(self, name: str, inputs: Tensor) -> Tensor:
-        weight = self._weight(f"{name}.weight")
+        weight = self._weight(f"{name}.weight").to(inputs)
         return functional.rms_norm(inputs, weight.shape, weight, self.config.rms_norm_eps)
 
     def _unit(self, name: str, inputs: Tensor) -> Tensor:
