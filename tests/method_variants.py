@@ -54,6 +54,10 @@ DFLASH_2 = {
 DOMINO = {"draft_vocab_size": 0, "markov_rank": 4, "markov_head": "domino", "markov_width": 6}
 DSPINE = {"markov_rank": 8, "markov_head": "dspine", "markov_width": 6, "selector_top_k": 9}
 XPRESS = {"markov_rank": 4, "markov_head": "xpress", "markov_width": 6, "block_size": 4}
+LILICORR = {
+    "markov_rank": 4, "markov_head": "lilicorr", "markov_width": 6, "selector_top_k": 5,
+    "lattice_heads": 2,
+}  # fmt: skip
 FIRST_LAYER = {"skip_attention": [0], "skip_mlp": [], "draft_exit": "fixed"}
 MERGED = {"skip_attention": [1], "skip_mlp": [], "num_draft_tokens": 3, "lookup": True}
 
@@ -114,13 +118,14 @@ VARIANTS: dict[str, Variants] = {
             "domino": {},
             "dspine": {},
             "xpress": {},
+            "lilicorr": {},
             "wide": WIDE,
         },
         hitting="wide",
         adapters={
             "adaptive": {"draft_vocab_size": 40, **SLIDING},
             "chain": {"head": "own", "causal": True}, "domino": DOMINO, "dspine": DSPINE,
-            "xpress": XPRESS,
+            "xpress": XPRESS, "lilicorr": LILICORR,
             "wide": DFLASH_2,
         },
         configs={
@@ -134,6 +139,10 @@ VARIANTS: dict[str, Variants] = {
             "domino": {"num_layers": 1, "sample_from_anchor": True, **DOMINO},
             "dspine": {"block_size": 4, "draft_vocab_size": 40, **DSPINE},
             "xpress": {"num_layers": 1, "draft_vocab_size": 40, **XPRESS},
+            "lilicorr": {
+                "num_layers": 1, "block_size": 4, "draft_vocab_size": 40, **LILICORR,
+                "selector_top_k": 40,  # so that it learns of each pair of tokens
+            },
         },
     ),
     "dspark": Variants(

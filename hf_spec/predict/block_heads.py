@@ -28,7 +28,7 @@ class BlockHead(ConditionalHead):
     """A head of a block, whose slots are predicted from without the tokens drafted before them.
 
     A new one defines :meth:`shapes` and :meth:`features`, and stands in the table
-    :data:`~hf_spec.predict.block_heads.HEADS`.
+    :data:`~hf_spec.predict.blocks.HEADS`.
 
     Args:
         network: the :class:`~hf_spec.predict.blocks.BlockNetwork`.
@@ -38,7 +38,10 @@ class BlockHead(ConditionalHead):
         output: name of the tensor with a row for each token that is drafted; empty if there is
             none.
         causal: whether blocks have to be causal.
+        of_masks: whether only the slots of masks may predict.
         reads_ahead: whether :meth:`read` needs the token ahead of a block's first.
+        reads_context: whether it needs the context of that token.
+        by_rank: whether it needs the likeliest tokens by the block's logits, also for a sample.
         weights: the adapter's tensors by name; gradients flow to its parameters.
         chooses: whether drafted tokens are chosen among the likeliest of a slot only.
         top_k: of how many of these; None for all, as in training.
@@ -47,7 +50,10 @@ class BlockHead(ConditionalHead):
     buffers: ClassVar[Collection[str]] = ()
     output: ClassVar[str] = ""
     causal: ClassVar[bool] = False
+    of_masks: ClassVar[bool] = False
     reads_ahead: ClassVar[bool] = False
+    reads_context: ClassVar[bool] = False
+    by_rank: ClassVar[bool] = False
     chooses: ClassVar[bool] = False
 
     def __init__(self, network: Any):
@@ -112,13 +118,27 @@ class BlockHead(ConditionalHead):
         """
         return hidden
 
-    def read(self, states: Tensor, last: Tensor, ahead: Tensor | None) -> Tensor:
+    def read(
+        self, states: Tensor, last: Tensor, ahead: Tensor | None, context: Tensor | None
+    ) -> Tensor:
         """What :meth:`given` gets of blocks: their states, and more features if it needs some.
 
         Args:
             states: ``(batch, blocks, block_size, hidden)`` that logits are computed from.
             last: the last layer's output, before :meth:`after_layer`.
             ahead: ``(batch, blocks)`` tokens ahead of the blocks, if :attr:`reads_ahead`.
+            context: ``(batch, blocks, hidden)`` of these tokens, if :attr:`reads_context`.
+        """
+        return states
+
+    def prepare(self, logits: Tensor, among: Tensor, states: Tensor) -> Tensor:
+        """States for :meth:`given`, with what it computes of all slots at once.
+
+        Args:
+            logits: ``(..., distances, tokens)``
+            among: ``(..., distances, k)`` tokens that are given, likeliest first if
+                :attr:`by_rank`.
+            states: ``(..., distances, features)`` of :meth:`read`.
         """
         return states
 
@@ -294,7 +314,9 @@ class Domino(BlockHead):
         first, second = (rank, hidden + size), (drafted(config, known), rank)
         return dict(zip(NAMES, ((3 * size, hidden), (3 * size, size), first, second)))
 
-    def read(self, states: Tensor, last: Tensor, ahead: Tensor | None) -> Tensor:
+    def read(
+        self, states: Tensor, last: Tensor, ahead: Tensor | None, context: Tensor | None
+    ) -> Tensor:
         """With 1 for slots whose logits are corrected, and 0 for others."""
         distances = torch.arange(states.shape[2], device=states.device)
         distances = distances + self.config.sample_from_anchor
@@ -352,7 +374,9 @@ class XPress(BlockHead):
         }  # fmt: skip
         return {_name(part): shape for part, shape in parts.items()}
 
-    def read(self, states: Tensor, last: Tensor, ahead: Tensor | None) -> Tensor:
+    def read(
+        self, states: Tensor, last: Tensor, ahead: Tensor | None, context: Tensor | None
+    ) -> Tensor:
         """With each slot's part of a_k, and what the root's slot adds to the sum."""
         rank, mean = self.config.markov_rank, states.mean(2, keepdim=True).expand(states.shape)
         parts = torch.cat([self._linear("down_h", states), self._linear("down_g", mean)], -1)
@@ -416,7 +440,7 @@ class DSpine(BlockHead):
 
     held = ("vocabulary",)
     buffers = (CODES,)
-    causal = chooses = True
+    causal = chooses = of_masks = True
     plain_share = 1.0
 
     def __init__(self, network: Any):
@@ -446,7 +470,9 @@ class DSpine(BlockHead):
         changed = self._written(hidden[:, :, 1:], features, before, index)
         return torch.cat([hidden[:, :, :1], changed], 2)
 
-    def read(self, states: Tensor, last: Tensor, ahead: Tensor | None) -> Tensor:
+    def read(
+        self, states: Tensor, last: Tensor, ahead: Tensor | None, context: Tensor | None
+    ) -> Tensor:
         """With the states before the last message."""
         return torch.cat([states, last], -1)
 
@@ -529,16 +555,3 @@ def codes_of(rows: Tensor | None, known: int, hidden: int, rank: int) -> tuple[T
     values, vectors = torch.linalg.eigh(rows.T @ rows)
     values, vectors = values[-rank:].clamp(min=1e-12), vectors[:, -rank:]
     return functional.normalize(rows @ vectors / values.sqrt(), dim=-1), vectors.T
-
-
-# -- The heads that a block drafter can have, by the value of ``markov_head`` ----------------------
-
-HEADS: dict[str, type[BlockHead]] = {
-    "vanilla": VanillaHead,
-    "gated": GatedHead,
-    "rnn": RecurrentHead,
-    "selector": Selector,
-    "domino": Domino,
-    "dspine": DSpine,
-    "xpress": XPress,
-}

@@ -16,10 +16,12 @@ from hf_spec.adapters.config import ObjectiveConfig, facts_of
 from hf_spec.adapters.layer import Adapter
 from hf_spec.core.checks import (
     ANOTHER,
+    MAX_BLOCKS,
     MAX_FUTURE,
     MAX_RANK,
     MAX_SHAPE,
     MAX_SIZE,
+    SHARE,
     check_count,
     choice,
     count,
@@ -35,12 +37,36 @@ from hf_spec.draft.options import DraftOptions
 from hf_spec.draft.state import DecodeState
 from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.weights import input_features, output_features, placement
-from hf_spec.predict.block_heads import CONFIDENCE, HEADS, BlockHead
+from hf_spec.predict.block_heads import (
+    CONFIDENCE,
+    BlockHead,
+    Domino,
+    DSpine,
+    GatedHead,
+    RecurrentHead,
+    Selector,
+    VanillaHead,
+    XPress,
+)
 from hf_spec.predict.decoder import FACTOR, Decoder, DecoderConfig, DecoderNetwork
+from hf_spec.predict.lilicorr import LiLiCorr
 from hf_spec.predict.table import AT_ONCE, Predictions, TablePredictor, likeliest
 from hf_spec.target.hidden_states import Head, Reads, gather_hidden, model_logits, output_logits
 from hf_spec.target.noise import as_sampled
 from hf_spec.target.sequences import token_hidden
+
+# -- The heads that a block drafter can have, by the value of ``markov_head`` ----------------------
+
+HEADS: dict[str, type[BlockHead]] = {
+    "vanilla": VanillaHead,
+    "gated": GatedHead,
+    "rnn": RecurrentHead,
+    "selector": Selector,
+    "domino": Domino,
+    "dspine": DSpine,
+    "xpress": XPress,
+    "lilicorr": LiLiCorr,
+}
 
 # -- The config of a block drafter's adapter -------------------------------------------------------
 
@@ -88,20 +114,32 @@ class BlockConfig(ObjectiveConfig, DecoderConfig):
         "state says. rnn: all drafted tokens before do. selector: as gated, among each slot's "
         "likeliest tokens only (DFlash 2). domino: a recurrent state of all drafted tokens does. "
         "dspine: slots pass on what they would draft, layer by layer; causal. xpress: a mixer over "
-        "the slots and the tokens before them.",
+        "the slots and the tokens before them. lilicorr: a transformer over the likeliest tokens "
+        "of all slots.",
         choice(*HEADS),
     )
     markov_width: int = setting(
         512,
-        "Width inside a head: of domino's recurrent state, dspine's messages, xpress' MLP.",
+        "Width inside a head: of domino's recurrent state, dspine's messages, xpress' MLP, "
+        "lilicorr's lattice.",
         count(1, MAX_SHAPE),
     )
     markov_skips: int = setting(
         1, "Distances at first that domino leaves as they are.", count(0, MAX_FUTURE)
     )
     selector_top_k: int = setting(
-        16, "Tokens of a slot among which a selector, or dspine, chooses.", count(1, MAX_SHAPE)
+        16, "Tokens of a slot among which a selector, dspine, or lilicorr chooses.",
+        count(1, MAX_SHAPE),
+    )  # fmt: skip
+    lattice_layers: int = setting(2, "Layers of lilicorr.", count(1, MAX_BLOCKS))
+    lattice_heads: int = setting(
+        8, "Attention heads of lilicorr, which divide markov_width.", count(1, MAX_SHAPE)
     )
+    lattice_mlp_ratio: float = setting(
+        2.0, "Width of lilicorr's MLPs, as a multiple of markov_width.", FACTOR
+    )
+    lattice_scale: float = setting(8.0, "Factor of lilicorr's cosines, its scores.", FACTOR)
+    lattice_eps: float = setting(1e-6, "Least length that lilicorr divides a vector by.", SHARE)
     conv_kernel_size: int = setting(
         0, "Slots that convolutions around attention and MLPs see (DFlash 2); 0: none."
     )
@@ -144,11 +182,12 @@ class BlockConfig(ObjectiveConfig, DecoderConfig):
             )
         if self.is_causal_always:
             self.causal = True
-            if self.sample_from_anchor:
-                raise ValueError(
-                    f"sample_from_anchor=True with markov_head={self.markov_head!r}: its masks' "
-                    "slots predict their own tokens. Set it to False."
-                )
+        if self.markov_rank and HEADS[self.markov_head].of_masks and self.sample_from_anchor:
+            raise ValueError(
+                f"sample_from_anchor=True with markov_head={self.markov_head!r}: its masks' "
+                "slots predict their own tokens. Set it to False."
+            )
+        self._check_lattice()
         if self.confidence_head == "markov" and not self.markov_rank:
             raise ValueError("confidence_head='markov' needs a Markov head: set markov_rank.")
         if self.conv_kernel_size and self.architecture != CONVOLVED:
@@ -157,6 +196,20 @@ class BlockConfig(ObjectiveConfig, DecoderConfig):
                 f"{CONVOLVED}, not in those of {self.architecture}. Set it to 0."
             )
         self._check_groups()
+
+    def _check_lattice(self) -> None:
+        if not self.markov_rank or self.markov_head != "lilicorr":
+            return
+        if self.markov_width % self.lattice_heads:
+            raise ValueError(
+                f"lattice_heads={self.lattice_heads}: must divide markov_width={self.markov_width}."
+            )
+        inner = self.markov_width * self.lattice_mlp_ratio
+        if not 1 <= inner <= MAX_SHAPE:
+            raise ValueError(
+                f"lattice_mlp_ratio={self.lattice_mlp_ratio}: makes MLPs of width {inner}, which "
+                f"must be from 1 to {MAX_SHAPE}."
+            )
 
     def _check_groups(self) -> None:
         if self.conv_kernel_size and (self.hidden_size or 0) % self.conv_group_size:
@@ -357,23 +410,27 @@ class BlockNetwork(DecoderNetwork):
         size = (config.sliding_window or 0) + (config.sliding_window_from == "anchor")
         self.windows = dict.fromkeys(config.sliding_layers or (), size)
 
-    def append(self, features: Tensor, positions: Tensor, cache: Cache) -> None:
+    def append(self, features: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Write keys and values of context into a cache.
 
         Args:
             features: ``(batch, n, features)`` of some tokens.
             positions: ``(batch, n)`` int64, of these tokens.
+
+        Returns:
+            ``(batch, n, hidden)`` the context.
         """
-        context = self.adapter.hidden_norm(self.fused(features))
+        context: Tensor = self.adapter.hidden_norm(self.fused(features))
         angles = self._rotary(context, positions)
         for index, layer in enumerate(self.adapter.layers):
             # The attention's forward would make queries, too.
             keys, values = self._kind.keys_values(layer.self_attn, context, angles)
             cache.update(keys, values, index)
+        return context
 
     def run(
         self, anchors: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: Cache,
-        ahead: Tensor | None = None,
+        ahead: Tensor | None = None, context: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Run blocks.
 
@@ -382,6 +439,7 @@ class BlockNetwork(DecoderNetwork):
             positions: ``(batch, blocks * block_size)`` int64
             masks: what their slots see in layers without and with a window, see :func:`visible`.
             ahead: ``(batch, blocks)`` the tokens ahead of the anchors, for heads that read these.
+            context: ``(batch, blocks, hidden)`` of these tokens, likewise.
 
         Returns:
             ``(batch, blocks, distances, features)`` of the slots that predict: states that logits
@@ -396,7 +454,7 @@ class BlockNetwork(DecoderNetwork):
                 hidden = head.after_layer(index, last.view(apart), anchors).flatten(1, 2)
         states: Tensor = self.adapter.norm(hidden).view(apart)
         if head is not None:
-            states = head.read(states, last.view(apart), ahead)
+            states = head.read(states, last.view(apart), ahead, context)
         return states if self.config.sample_from_anchor else states[:, :, 1:]
 
     def shaped(self, logits: Tensor) -> Tensor:
@@ -473,7 +531,7 @@ def block_sequences(
     real = torch.ones_like(ids) if attention_mask is None else attention_mask.to(device)
     places = (real.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache()
-    network.append(features.to(device), places, cache)
+    context = gather_hidden(network.append(features.to(device), places, cache), anchors)
 
     roots = ids.gather(1, (anchors + 1).clamp(max=seq - 1))
     count, size = anchors.shape[1], config.block_size
@@ -485,7 +543,7 @@ def block_sequences(
     same = (block[:, None] == block).expand(batch, -1, -1)
     known = torch.cat([upto & (real[:, None] != 0), same], 2)[:, None]
     masks = visible(config, known, first[:, block], queries, keys)
-    return network.run(roots, queries, masks, cache, ids.gather(1, anchors))
+    return network.run(roots, queries, masks, cache, ids.gather(1, anchors), context)
 
 
 # -- Predictions of a block given the tokens drafted before, level by level of a tree --------------
@@ -507,9 +565,10 @@ class PathPredictions(Predictions):
         self._width, top_k = width, self._head.top_k
         self._memory: Tensor | None = None  # (batch, n, rank) after the frontier's nodes
         size = min(max(top_k or SHORTLIST, width), logits.shape[-1])
-        by = scores if top_k is None else logits
+        by = scores if top_k is None and not self._head.by_rank else logits
         self._among = among = by.topk(size).indices  # (batch, distances, size)
         self._logits = logits.gather(-1, among)
+        self.states = self._head.prepare(logits, among, self.states)
         self._others: Tensor | None = None  # (batch, distances, 1) what all others sum up to
         if top_k is not None:
             self._logits[..., top_k:] = -torch.inf
@@ -564,7 +623,7 @@ class BlockPredictor(TablePredictor):
         adapter: the adapter, of a :class:`BlockConfig`.
     """
 
-    per_row = ("_last", "_ahead")
+    per_row = ("_last", "_ahead", "_context")
 
     def __init__(self, model: Any, options: DraftOptions, adapter: Adapter):
         config = adapter.config
@@ -585,6 +644,12 @@ class BlockPredictor(TablePredictor):
         #: The root, and the token ahead of it, where the head reads that.
         self._last: Tensor | None = state.root if follows else None
         self._ahead = self._last
+        #: Context of the token ahead of the root, where the head reads that.
+        self._context: Tensor | None = None
+        if head is not None and head.reads_context:
+            size = state.batch_size, self.network.config.hidden_size
+            kind = {"dtype": self.network.dtype, "device": self.network.device}
+            self._context = torch.zeros(*size, **kind)
 
     def advance(self, result: StepResult, hidden: Tensor | None) -> None:
         self.hidden = None
@@ -593,8 +658,12 @@ class BlockPredictor(TablePredictor):
             return
         for tokens, states, counts, known in committed(result, hidden):
             rows = self.cache.open(Tree.chain(tokens))
-            self.network.append(states, rows.positions, self.cache)
+            context = self.network.append(states, rows.positions, self.cache)
             self.cache.keep(counts, known)
+            if self._context is not None:
+                counts = counts.to(context.device)[:, None]
+                last = gather_hidden(context, (counts - 1).clamp(min=0))[:, 0]
+                self._context = torch.where(counts > 0, last, self._context)
 
     def _follow(self, result: StepResult) -> None:
         if self._last is not None:
@@ -625,7 +694,8 @@ class BlockPredictor(TablePredictor):
                 begin = begin[:, :1].expand_as(begin)
             masks[1] = rows.mask(begin, window, near[:, 0])
         ahead = None if self._ahead is None else self._ahead.to(network.device)[:, None]
-        states = network.run(anchors, positions, masks, cache, ahead)
+        context = None if self._context is None else self._context[:, None]
+        states = network.run(anchors, positions, masks, cache, ahead, context)
         cache.rollback()
         return states[:, 0]
 

@@ -363,6 +363,7 @@ OWN_ROWS: dict[str, Callable[[], Any]] = {
     "domino": lambda: hf_spec.DFlashConfig(markov_head="domino", **BLOCK),
     "dspine": lambda: hf_spec.DFlashConfig(markov_head="dspine", **BLOCK),
     "xpress": lambda: hf_spec.DFlashConfig(markov_head="xpress", **BLOCK),
+    "lilicorr": lambda: hf_spec.DFlashConfig(markov_head="lilicorr", **BLOCK),
     "selector": lambda: hf_spec.DFlashConfig(markov_head="selector", head="own", **BLOCK),
     "heads": lambda: hf_spec.MedusaConfig(projection="own", markov_rank=2),
     "predictor": lambda: hf_spec.PPDConfig(num_prompt_tokens=2, head="vocabulary"),

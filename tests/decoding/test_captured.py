@@ -72,7 +72,7 @@ SOME = covering(
     lambda name, variant: [
         name,
         (family(name), (name, variant) in SECOND),
-        variant in ("dspine", "xpress") and variant,
+        variant in ("dspine", "xpress", "lilicorr") and variant,
     ],
 )
 

@@ -108,7 +108,7 @@ def settings_of(name: str, variant: str, setting: str) -> tuple[dict[str, Any], 
 
 
 #: Variants that other functions draft for.
-OWN_CODE = ("online", "dspine", "xpress", "merged", "straightforward", "looked up")
+OWN_CODE = ("online", "dspine", "xpress", "lilicorr", "merged", "straightforward", "looked up")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ SHARED = Path(__file__).parents[2].parent / "shared" / "drafters"
 SMALL = [
     "dflash/tiny-llama-draft-vocab", "dflash/tiny-qwen3-window", "dspark/tiny-llama-gated",
     "dspark/tiny-qwen3-rnn", "dflash2/tiny-llama", "jetspec/tiny-llama", "domino/tiny-llama-shift",
-    "dspine/tiny-qwen3", "xpress2/tiny-qwen3-fill",
+    "dspine/tiny-qwen3", "xpress2/tiny-qwen3-fill", "lilicorr/tiny-llama",
 ]  # fmt: skip
 LARGE = [
     "dflash/tiny-llama", "dflash/tiny-llama-one-layer", "dspark/tiny-llama-vanilla",
@@ -143,7 +143,9 @@ def check_head(
     if (head := drafter.markov_head) is not None:  # of some tokens as of all
         logits, states = drafter.logits(hidden)[:, :1], hidden[:, :1]
         among = logits.topk(7).indices
-        whole, _ = head.given(logits, root[:, None], states)
+        given = logits, root[:, None], states
+        whole = head.along(*given) if head.by_rank else head.given(*given)[0]
+        states = head.prepare(logits, among, states)
         some, _ = head.given(logits.gather(-1, among), root[:, None], states, None, among)
         torch.testing.assert_close(some, whole.gather(-1, among), **CLOSE)
     before = torch.cat([root[:, None], drafted[:, :-1]], 1)
@@ -159,6 +161,21 @@ def check_head(
             given = drafter.given(hidden, ahead[..., place])
             check(given.gather(-1, ids), io[step + "transition_scores"][:, :, place])
             assert given.isfinite().sum(-1).unique().tolist() == [ids.shape[-1]]
+    if step + "pair_scores" in io:  # after each candidate of the slot before
+        ids, pairs = (
+            io[step + x].expand(2, *io[step + x].shape[1:])
+            for x in ("candidate_ids", "pair_scores")
+        )
+        size = ids.shape[-1]
+        start = io[step + "start_scores"][:, None, None].expand(2, 1, size, -1)
+        pairs = torch.cat([start, pairs], 1)
+        for place in range(size):
+            ahead = torch.cat([root[:, None], ids[:, :-1, place]], 1)
+            given, plain = drafter.given(hidden, ahead), drafter.logits(hidden)
+            shares = given.gather(-1, ids).log_softmax(-1)
+            torch.testing.assert_close(shares, pairs[:, :, place].log_softmax(-1), **CLOSE)
+            torch.testing.assert_close(given.logsumexp(-1), plain.logsumexp(-1), **CLOSE)
+            assert (given != plain).sum(-1).max() <= size
     if step + "biased_logits" in io:
         previous = io[step + "previous_tokens"].expand(2, -1)
         sure = drafter.markov_head.confidence(previous, hidden)

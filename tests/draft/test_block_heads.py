@@ -11,8 +11,8 @@ from hf_spec.core.shapes import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.draft.grow import grow, levels_of, ranked
 from hf_spec.predict import blocks as predictions_module
-from hf_spec.predict.block_heads import CONFIDENCE, HEADS, BlockHead
-from hf_spec.predict.blocks import PathPredictions, with_confidence
+from hf_spec.predict.block_heads import CONFIDENCE, BlockHead
+from hf_spec.predict.blocks import HEADS, PathPredictions, with_confidence
 from hf_spec.target.noise import TRUST
 
 DISTANCES, HIDDEN, RANK, KNOWN = 3, 6, 4, 11

@@ -20,7 +20,7 @@ from transformers.generation import candidate_generator
 import hf_spec
 from hf_spec.adapters.checkpoint import WEIGHTS
 from hf_spec.adapters.loading import find_active
-from hf_spec.predict.block_heads import HEADS
+from hf_spec.predict.blocks import HEADS
 from hf_spec.tools import cli
 from hf_spec.tools.formats import blocks
 from hf_spec.tools.hub.transfer import import_adapter, importable, recognized
@@ -35,7 +35,7 @@ NAMES = {
 #: Those in SpecForge's layout.
 SPECFORGE = {
     "jetspec": "jetspec/tiny-llama", "domino": "domino/tiny-llama-shift",
-    "dspine": "dspine/tiny-qwen3",
+    "dspine": "dspine/tiny-qwen3", "lilicorr": "lilicorr/tiny-llama",
 }  # fmt: skip
 #: What the convolutions and the selector of DFlash 2 are called in all layouts.
 OF_DFLASH_2 = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
@@ -219,6 +219,13 @@ LAYERS = "transformer_layer_config"
 BAD: list[tuple[Any, str, Any, str]] = [
     (released, "dspine", put("transfer_ready", torch.tensor(False)), "'transfer_ready' is false"),
     (released, "dspine", without("transfer_codes"), "no tensor 'transfer_codes'"),
+    (released, "lilicorr", changed("dflash_config", lilicorr_enabled=False), "enabled=False in c"),
+    (released, "lilicorr", changed("dflash_config", lilicorr_new=1), "lilicorr_new=1 in config.js"),
+    (released, "lilicorr", changed("dflash_config", lilicorr_mlp_ratio="x"), "mlp_ratio='x'"),
+    (released, "lilicorr", changed("dflash_config", lilicorr_factor_dim=9), "head.weight' has sh"),
+    (released, "lilicorr", changed("dflash_config", lilicorr_logit_scale=None), "no lilicorr_logi"),
+    (released, "lilicorr", changed("dflash_config", conv_kernel_size=0), "unknown tensor 'layers"),
+    (released, "lilicorr", without("lilicorr.token_proj.bias"), "no tensor 'lilicorr.token_proj"),
     (released, "jetspec", changed(is_causal=False), "does not say whether blocks are causal: .*"),
     (released, "domino", changed("dflash_config", emb_dim=9), "embed_proj.0.weight' has shape"),
     (released, "xpress", changed(xpress_mlp_ratio="2"), "xpress_mlp_ratio in config.json"),
@@ -330,6 +337,9 @@ def test_exported_and_imported_again(tmp_path, kind, form):
         ours, theirs = (one["speculators_config"]["proposal_methods"] for one in (written, config))
         assert ours == theirs
         assert written["sliding_window_non_causal"], "vLLM would run full attention causally"
+    if kind == "lilicorr":
+        assert written["architectures"] == config["architectures"]
+        assert written["dflash_config"].keys() >= config["dflash_config"].keys()
     if kind in ("jetspec", "dspine"):
         flags = written["dflash_config"]["causal_head"], written["dflash_config"]["causal"]
         assert written["is_causal"] and flags == (True, True)
@@ -357,6 +367,42 @@ def test_what_the_config_does_not_say(tmp_path):
     assert found.markov_head == "domino"
 
 
+def test_early_names_of_lilicorr(tmp_path):
+    """ModelOpt's first exports number the parts of MLPs; a width of 0 is the drafter's."""
+    config, tensors = released("lilicorr")
+    numbers = {"feature_norm": "feature_mlp.0", "feature_mlp.up_proj": "feature_mlp.1",
+               "feature_mlp.down_proj": "feature_mlp.3"}  # fmt: skip
+    for layer in ("lilicorr.layers.0", "lilicorr.layers.1"):
+        numbers |= {f"{layer}.mlp.up_proj": f"{layer}.mlp.0"}
+        numbers |= {f"{layer}.mlp.down_proj": f"{layer}.mlp.2"}
+    early = {}
+    for name, tensor in tensors.items():
+        for new, old in numbers.items():
+            name = name.replace(new, old) if name.startswith("lilicorr.") else name
+        early[name] = tensor
+    assert len(early.keys() - tensors.keys()) == 14
+    expected = adapter_of(tmp_path / "a", "dflash", (config, tensors))
+    found = adapter_of(tmp_path / "b", "dflash", (config, early))
+    assert same(found.tensors(), expected.tensors())
+    config["dflash_config"]["lilicorr_hidden_size"] = 0
+    fields, _ = importable("dflash")[1].convert(tensors, config)
+    assert fields["markov_width"] == 64
+
+
+def test_lilicorr_without_convolutions(tmp_path):
+    """The lattice is as wide as the drafter, and vLLM takes no size of groups alone."""
+    model = copy.deepcopy(base_model())
+    own = {"markov_head": "lilicorr", "markov_rank": 4, "markov_width": 64, "selector_top_k": 8}
+    model.add_adapter(hf_spec.DFlashConfig(num_layers=1, draft_vocab_size=0, **own))
+    model.save_pretrained(tmp_path / "adapter")
+    config, tensors = exported(tmp_path, base_model(), "sglang")
+    assert config["dflash_config"]["lilicorr_hidden_size"] == 64
+    assert not any("conv" in name for name in (*config["dflash_config"], *tensors))
+    assert "lilicorr.token_proj.weight" not in tensors
+    again = adapter_of(tmp_path / "again", "dflash", (config, tensors))
+    assert same(again.tensors(), find_active(model, "DFLASH").tensors())
+
+
 def test_a_vocabulary_of_the_bases_rows_is_exported_with_them(tmp_path):
     model = copy.deepcopy(base_model())
     model.add_adapter(hf_spec.DFlashConfig(draft_vocab_size=20, num_layers=1))
@@ -372,12 +418,15 @@ def test_a_vocabulary_of_the_bases_rows_is_exported_with_them(tmp_path):
     ("given", "form", "message"),
     [
         ("domino", "speculators", "markov_head='domino': .*Give --format sglang"),
+        ("lilicorr", "speculators", "markov_head='lilicorr': .*Give --format sglang"),
+        ({"markov_rank": 4, "markov_head": "lilicorr", "selector_top_k": 6, "draft_vocab_size": 0},
+         "sglang", "selector_top_k=6: of LiLiCorr SGLang takes one of .1, 2, 4, 8, 16"),
         ("xpress", "sglang", "markov_head='xpress': .*Give --format speculators"),
         ("dflash", "sglang", "draft_vocab_size=48: SGLang's block drafters draft all"),
         ({"sliding_layers": [0], "sliding_window": 8, "sliding_window_from": "query"},
          "speculators", "sliding_window_from='query': speculators counts"),
         ({"logit_scale": 0.5}, "speculators", "'output_multiplier': 0.5.: speculators knows such"),
-        ({"conv_kernel_size": 2}, "speculators", "convolutions and a selector only together"),
+        ({"conv_kernel_size": 2}, "speculators", "convolutions with a selector or lilicorr only"),
         ({"layers": [2, 8]}, "speculators", r"layers=\[2, 8\]: the last is the final state"),
         ({"confidence_head": "state"}, "sglang", "confidence_head='state': others know it beside"),
     ],

@@ -1,5 +1,5 @@
-"""Checkpoints of block drafters, read and written: DFlash (also 2), JetSpec, DSpark, Domino, DSpine
-and xPress.
+"""Checkpoints of block drafters, read and written: DFlash (also 2), JetSpec, DSpark, Domino,
+DSpine, xPress and LiLiCorr.
 
 Formats name most tensors as :class:`BlockAdapter` does; by their ``config.json`` they are:
 
@@ -53,6 +53,9 @@ SCALES = {
     "logit_softcap": "final_logit_softcapping",
 }  # fmt: skip
 CONFIDENCE_HEAD = ("enable_confidence_head", "confidence_head_with_markov")
+#: Of convolutions; of LiLiCorr, whether it has a head, and what SGLang takes of its tokens.
+CONVOLUTIONS = {name: name for name in ("conv_kernel_size", "conv_group_size")}
+ENABLED, CANDIDATES = "lilicorr_enabled", (1, 2, 4, 8, 16)
 #: xPress' rank, and the width of its MLP as a multiple of that.
 RANK, RATIO = "xpress_rank", "xpress_mlp_ratio"
 IDS, CAUSAL = "aux_hidden_state_layer_ids", "sliding_window_non_causal"
@@ -88,8 +91,7 @@ KINDS = {
     "dflash": Kind("dflash", "DFlash"),
     "dflash2": Kind(
         "dflash", "DFlash2", {
-            "markov_rank": "selector_rank",
-            **{name: name for name in ("selector_top_k", "conv_kernel_size", "conv_group_size")},
+            "markov_rank": "selector_rank", "selector_top_k": "selector_top_k", **CONVOLUTIONS,
         }, ("selector",), "candidate_selector.",
     ),
     "dspark": Kind(
@@ -109,6 +111,15 @@ KINDS = {
         }, ("dspine",), "injection.", "dspine_config",
     ),
     "xpress": Kind("dflash", "XPress", {"markov_rank": RANK}, ("xpress",), "refiner_head."),
+    "lilicorr": Kind(
+        "dflash", "LiLiCorr", {
+            "markov_rank": "lilicorr_factor_dim", "markov_width": "lilicorr_hidden_size",
+            "selector_top_k": "lilicorr_candidate_topk", "lattice_layers": "lilicorr_num_layers",
+            "lattice_heads": "lilicorr_num_heads", "lattice_mlp_ratio": "lilicorr_mlp_ratio",
+            "lattice_scale": "lilicorr_logit_scale", "lattice_eps": "lilicorr_vector_eps",
+            **CONVOLUTIONS,
+        }, ("lilicorr",), "lilicorr.",
+    ),
 }  # fmt: skip
 #: Names of the flag of causal blocks: JetSpec's, NeMo's and vLLM's, SpecForge's. vLLM 0.32 reads
 #: the last one first, and not the first one; in files of speculators it reads `CAUSAL` alone.
@@ -116,7 +127,7 @@ CAUSAL_BLOCK = ("causal_head", "causal", "is_causal")
 #: Fields with the value that changes nothing.
 NEUTRAL: dict[str, Any] = {
     "use_swa": False, "attention_sink_bias": False, "target_hidden_size": None,
-    "attention_mode": "gqa",
+    "attention_mode": "gqa", ENABLED: True,
 }  # fmt: skip
 #: Fields that are read, or say how a drafter was trained.
 KNOWN = NEUTRAL | dict.fromkeys(
@@ -147,13 +158,13 @@ OF_SPECULATORS = dict.fromkeys(
 def _kind_to_write(config: Any) -> str:
     """Which of :data:`KINDS` an adapter is; a ValueError if it is none.
 
-    Convolutions are those of DFlash 2, and only beside its selector."""
+    Convolutions are those of DFlash 2, which its selector needs, and LiLiCorr may have."""
     head = config.markov_head if config.markov_rank else None
-    if bool(config.conv_kernel_size) != (head == "selector"):
+    if head != "lilicorr" and bool(config.conv_kernel_size) != (head == "selector"):
         raise ValueError(
             f"conv_kernel_size={config.conv_kernel_size} with "
             f"markov_head={config.markov_head!r}, markov_rank={config.markov_rank}: other programs "
-            "know convolutions and a selector only together."
+            "know convolutions with a selector or lilicorr only, and no selector without them."
         )
     if head is None:
         return "dflash"
@@ -206,7 +217,7 @@ def speculators(model: Any, adapter: Adapter) -> dict[str, Any]:
     rank, width = config.markov_rank, config.markov_width
     tables.refuse({
         f"markov_head={config.markov_head!r}: speculators does not know such drafters. Give "
-        "--format sglang.": name in ("domino", "dspine"),
+        "--format sglang.": name in ("domino", "dspine", "lilicorr"),
         f"sliding_window_from={config.sliding_window_from!r}: speculators counts windows from the "
         "anchor, so that drafts would differ.":
         config.sliding_layers and config.sliding_window_from != "anchor",
@@ -255,6 +266,8 @@ def specforge(model: Any, adapter: Adapter) -> dict[str, Any]:
         "speculators.": name == "xpress",
         f"draft_vocab_size={config.draft_vocab_size}: SGLang's block drafters draft all tokens. "
         "Train with --draft-vocab-size 0.": VOCABULARY in tensors,
+        f"selector_top_k={config.selector_top_k}: of LiLiCorr SGLang takes one of {CANDIDATES}.":
+        name == "lilicorr" and config.selector_top_k not in CANDIDATES,
         f"sliding_window_from={config.sliding_window_from!r}: SGLang counts windows from each "
         "slot, so that drafts would differ.": sliding and config.sliding_window_from != "query",
     })  # fmt: skip
@@ -266,6 +279,10 @@ def specforge(model: Any, adapter: Adapter) -> dict[str, Any]:
             config.sample_from_anchor != (name == "dspark"),
         })  # fmt: skip
     own = {field: fields.pop(field) for field in kind.fields.values()}
+    if name == "lilicorr":
+        own[ENABLED] = True
+        if not config.conv_kernel_size:  # vLLM takes both or none
+            own = {field: value for field, value in own.items() if field not in CONVOLUTIONS}
     groups = {GROUP: {**fields, **scales, OF_DEEPSPEC: [one - 1 for one in config.layers]}}
     groups[kind.group] = groups.get(kind.group, {}) | own
     if name not in ("dflash", "dflash2", "dspine"):
@@ -336,12 +353,23 @@ def convert(strategy: str, tensors: Mapping[str, Tensor], config: Mapping[str, A
     if not bool(weights.pop(READY, torch.tensor(True))):
         raise ValueError(f"{READY!r} is false: its codes have not been made, and cannot be now")
     fields = _Said(kind, config, layers).fields()
+    weights = tables.renamed(weights, early_names(fields.get("lattice_layers", 0)))
     known, stated = fields["base_facts"].get("vocab_size", 0), fields.get("draft_vocab_size")
     drafted = fields["draft_vocab_size"] = tables.take_vocabulary(weights, known, stated)
     fields["head"] = "own" if drafted or HEAD in weights else "base"
     if fields.get("confidence_head"):
         weights.setdefault(CONFIDENCE[1], torch.zeros(1))  # DeepSpec's has none
     return fields, weights
+
+
+def early_names(lattice_layers: int) -> list[tuple[str, str]]:
+    """Prefixes of names that LiLiCorr's MLPs had in early files, and those that they have now."""
+    mlps = [("feature_mlp", "1", "3")]
+    mlps += [(f"layers.{index}.mlp", "0", "2") for index in range(lattice_layers)]
+    pairs = [("feature_mlp.0.", "feature_norm.")]
+    for mlp, up, down in mlps:
+        pairs += [(f"{mlp}.{up}.", f"{mlp}.up_proj."), (f"{mlp}.{down}.", f"{mlp}.down_proj.")]
+    return [(f"lilicorr.{old}", f"lilicorr.{new}") for old, new in pairs]
 
 
 class _Said:
@@ -410,12 +438,16 @@ class _Said:
         """Complete the fields of heads; a ValueError if one is missing."""
         needed = {name: name for name in ("block_size", "mask_token_id")}
         if self.kind.head not in (None, "selector"):
-            needed |= self.kind.fields
+            needed |= {ours: x for ours, x in self.kind.fields.items() if x not in CONVOLUTIONS}
         for field, theirs in needed.items():
             if field not in fields:
                 raise ValueError(f"config.json has no {theirs}")
         if fields.setdefault("markov_rank", 0) and self.kind.head is not None:
             fields["markov_head"] = self.kind.head
+        if not fields.get("conv_kernel_size"):  # 0 for both means none
+            fields.pop("conv_group_size", None)
+        if fields.get("markov_width") == 0:  # LiLiCorr's means that of the drafter
+            fields["markov_width"] = self.layers.get("hidden_size")
         if RATIO in self.all:
             tables.check_size(RATIO, self.all[RATIO])
             fields["markov_width"] = self.all[RATIO] * fields["markov_rank"]

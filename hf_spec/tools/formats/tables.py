@@ -13,7 +13,7 @@ from hf_spec.adapters.layer import Adapter
 from hf_spec.core.checks import MAX_SIZE, check_count
 from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.weights import is_plain, is_updated, output_bias, output_weight
-from hf_spec.predict.block_heads import HEADS
+from hf_spec.predict.blocks import HEADS
 from hf_spec.predict.decoder import LAYER_TYPES, SIZES, LayerType
 from hf_spec.predict.markov import HEAD
 
