@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
+import weakref
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,16 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_spec.core.checks import AUTO, first_line
 from hf_spec.core.stats import SpecStats
-from hf_spec.decoding.loop import last_stats
+from hf_spec.decoding.loop import on_end
+from hf_spec.decoding.sequences import Sequences
 from hf_spec.draft.rollouts import RolloutHistory
 from hf_spec.target.captures import CUDA_GRAPHS
 
 logger = logging.getLogger(__name__)
+
+
+#: A call of ``generate``: its statistics and its sequences.
+Ended = tuple[SpecStats, Sequence[Sequences]]
 
 
 class TRLCallback(TrainerCallback):
@@ -27,8 +34,7 @@ class TRLCallback(TrainerCallback):
     ``trainer.add_callback(TRLCallback(trainer))``. Rollouts that name no strategy then have
     ``auto``: that of the active adapter, or ``token_recycling`` without one. The trainer's own
     entries of the log have ``rollouts/tau``, ``rollouts/speed`` (over plain steps, where some were
-    timed) and ``rollouts/time`` (share of the time since the last entry). Of several calls of
-    ``generate`` within a step, as with tools, the last one counts.
+    timed) and ``rollouts/time`` (share of the time since the last entry).
 
     Args:
         trainer: its rollouts call ``generate``: GRPO, RLOO, online DPO.
@@ -39,8 +45,10 @@ class TRLCallback(TrainerCallback):
 
     def __init__(self, trainer: Any, record: bool = False, history: RolloutHistory | None = None):
         self._history = history
-        self._model, self._total, self._new = trainer.model, SpecStats(), SpecStats()
-        self._seen, self._since = last_stats(trainer.model), time.perf_counter()
+        self._total, self._new, self._since = SpecStats(), SpecStats(), time.perf_counter()
+        #: Calls that have ended since the last part of a step.
+        self._ended: list[Ended] = []
+        on_end(trainer.model, partial(_add, weakref.ref(self)))
         config: Any = getattr(trainer, "generation_config", None)
         if getattr(trainer.args, "use_vllm", False):
             logger.warning("use_vllm=True: rollouts don't call generate(), so no strategy is used.")
@@ -77,12 +85,14 @@ class TRLCallback(TrainerCallback):
             )  # fmt: skip
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
-        stats = last_stats(self._model)
-        if stats is not None and stats is not self._seen:
-            self._seen = stats
+        ended, self._ended = self._ended, []
+        for stats, _ in ended:
             self._new.merge(stats)
 
     on_step_end = on_substep_end
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._ended = []  # of evaluation
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         speed = self._total.speed_beside_plain
@@ -101,6 +111,13 @@ class TRLCallback(TrainerCallback):
             self._total.merge(stats)
             self._new, self._since = SpecStats(), now
         log(logs, *args, **kwargs)
+
+
+def _add(to: weakref.ref[TRLCallback], *ended: Any) -> None:
+    """Note a call; the model does not keep the callback, which keeps the trainer."""
+    callback = to()
+    if callback is not None:
+        callback._ended.append(ended)
 
 
 def _place(args: Any, state: Any) -> Path:

@@ -12,9 +12,8 @@ from conftest import Tiny, prompt
 from transformers import GenerationConfig, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats
-from hf_spec.decoding.loop import last_stats
+from hf_spec.decoding.loop import _keep, last_stats
 from hf_spec.draft.rollouts import RolloutHistory
 from hf_spec.files import NoRoom
 from hf_spec.integrations import TRLCallback
@@ -70,16 +69,26 @@ def test_what_is_logged(trainer: Any, named: str | None, used: str) -> None:
 
 
 def test_all_rollouts_of_a_step_count(trainer: Any) -> None:
+    """Several calls of a part of a step, as with tools, too; those of an evaluation don't."""
     callback, logs = TRLCallback(trainer), {"loss": 0.0}
-    for tokens, seconds, plain in ((2, 1.0, 1.0), (4, 1.0, 2.0)):
-        memory(trainer.model)[SpecStats] = SpecStats(
-            "x", num_steps=2, num_row_steps=2, num_generated_tokens=tokens,
-            forward_seconds=seconds, plain_seconds=plain,
+
+    def call(tokens: int, plain: float) -> None:
+        stats = SpecStats(
+            "x", num_steps=2, num_row_steps=2, num_generated_tokens=tokens, forward_seconds=1.0,
+            plain_seconds=plain,
         )  # fmt: skip
-        callback.on_substep_end()
-        callback.on_step_end()  # the same rollout is not counted again
+        _keep(trainer.model, stats, [])
+
+    call(200, 1.0)
+    callback.on_evaluate()
+    call(2, 1.0)
+    call(4, 1.0)
+    callback.on_substep_end()
+    call(6, 4.0)
+    callback.on_step_end()
+    callback.on_step_end()  # the same rollout is not counted again
     trainer.log(logs)
-    assert logs["rollouts/tau"] == 1.5 and logs["rollouts/speed"] == 1.5
+    assert logs["rollouts/tau"] == 2 and logs["rollouts/speed"] == 2
     trainer.log(again := {"loss": 0.0})
     assert "rollouts/tau" not in again
 
