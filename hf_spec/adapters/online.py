@@ -51,7 +51,7 @@ class OnlineTraining:
 
     Args:
         model: the base model.
-        find: gives the adapter, which must not be one that changes the model.
+        find: gives the adapter, which must not be one that changes the model; None if it is gone.
         objective: the loss of its method.
         learning_rate: of AdamW; parts for which the adapter's config has another rate keep its
             ratio to ``usual_rate``.
@@ -61,15 +61,15 @@ class OnlineTraining:
     """
 
     def __init__(
-        self, model: Any, find: Callable[[], Adapter], objective: Objective, learning_rate: float,
-        usual_rate: float, num_anchors: int = 64,
+        self, model: Any, find: Callable[[], Adapter | None], objective: Objective,
+        learning_rate: float, usual_rate: float, num_anchors: int = 64,
         running: Callable[[], AbstractContextManager[Any]] = nullcontext,
         averaged: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ):  # fmt: skip
         self._model, self._find, self._objective = model, find, objective
         self._num_anchors, self._running, self._averaged = num_anchors, running, averaged
         self._generator = torch.Generator("cpu").manual_seed(0)
-        self.adapter = _copy_of(find(), model)
+        self.adapter = _copy_of(self._own, model)
         config, scale = self.adapter.config, learning_rate / usual_rate
         rates, later = config.learning_rates(), config.untrained(1.0)
         groups: dict[float, list[Tensor]] = {}
@@ -87,7 +87,6 @@ class OnlineTraining:
         with same_draws(placement(self._model).device), frozen(self._model), torch.enable_grad():
             with self._running():
                 loss = self._objective(self._model, self.adapter, batch)["loss"]
-            self._optimizer.zero_grad()
             loss.backward()
         trained = [one for one in self.adapter.parameters() if one.grad is not None]
         for one in trained:
@@ -96,6 +95,7 @@ class OnlineTraining:
         if clip_grad_norm_(trained, MAX_NORM).isfinite():
             self._optimizer.step()
             self.hand_over()
+        self._optimizer.zero_grad()  # gradients take no memory of the model's training
         return float(loss.detach())
 
     def load(self, folder: Path) -> None:
@@ -105,10 +105,18 @@ class OnlineTraining:
             self.adapter.load_state_dict(self.adapter.from_file(stored, torch.float32))
         self.hand_over()
 
+    @property
+    def _own(self) -> Adapter:
+        """The adapter that drafts, which may be read anew, from a file that has changed."""
+        found = self._find()
+        if found is None:
+            raise ValueError("the adapter that is trained is not active any more: activate it.")
+        return found
+
     @torch.no_grad()
     def hand_over(self) -> None:
         """Give the adapter the numbers of the trained copy."""
-        own = dict(self._find().named_parameters())
+        own = dict(self._own.named_parameters())
         for name, parameter in self.adapter.named_parameters():
             own[name].copy_(parameter)
 
