@@ -361,15 +361,20 @@ def check_scales(name: str, shape: Sequence[int], scales: Sequence[int]) -> None
 # -- Tables computed once from a model's and an adapter's weights, and again if these change -------
 
 
-def made_once(owner: Tensor, others: Sequence[Any], make: Callable[[], Made]) -> Made:
+def made_once(
+    owner: Tensor, others: Sequence[Any], make: Callable[[], Made], in_place: bool = True
+) -> Made:
     """The result of ``make()`` for these weights; kept as long as the owner exists.
 
     Whether they have changed is looked up each time, for which the host waits for the device: ask
-    once per call of ``generate``.
+    once per call of ``generate``. What is made then takes the place of what was made before, as
+    recorded code is for places in memory.
 
     Args:
         owner: a tensor of the adapter; there is one such table per owner.
         others: the other inputs: tensors; modules, with PEFT's adapters on them; or None.
+        make: gives a tuple of tensors or None.
+        in_place: whether its tensors are new ones; False if some are views of weights.
     """
     weights, active = [owner], []
     for other in others:
@@ -381,8 +386,28 @@ def made_once(owner: Tensor, others: Sequence[Any], make: Callable[[], Made]) ->
     plain = [one for one in weights if is_plain(one)]
     special = [one for one in weights if not is_plain(one)]  # held, so that no other gets its id
     key = [*map(id, special)], active
+    before = _KNOWN.get(owner) if in_place else None
+
+    def renewed() -> tuple[Any, Any]:
+        made: Any = make()
+        return (made if before is None else _into(before[2][0], made)), special
+
     with torch.autocast(owner.device.type, enabled=False):  # later calls may run without
-        return made_anew(_KNOWN, owner, plain, lambda: (make(), special), key)[0]
+        return made_anew(_KNOWN, owner, plain, renewed, key)[0]
+
+
+def _into(place: Sequence[Tensor | None], made: Sequence[Tensor | None]) -> Any:
+    """New tensors in the memory of those made before; themselves where these are others."""
+    if list(map(_kind, place)) != list(map(_kind, made)):
+        return made
+    for old, new in zip(place, made):
+        if old is not None and new is not None:
+            old.copy_(new)
+    return place
+
+
+def _kind(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
 def is_plain(weight: Any) -> bool:

@@ -190,16 +190,20 @@ class Fit(Protocol):
         """A new adapter of what was learned so far."""
 
 
-def random_anchors(labels: torch.Tensor, count: int) -> torch.Tensor:
+def random_anchors(
+    labels: torch.Tensor, count: int, generator: torch.Generator | None = None
+) -> torch.Tensor:
     """At most ``count`` anchors of each sequence, ``(batch, anchors)``: columns before two labels
     at least. The last column, after which there is nothing to predict, is for those that miss.
 
     Args:
         labels: ``(batch, seq)``, as in :class:`TrainingBatch`.
+        generator: draws them, on the labels' device; None for the default one.
     """
     real = labels != IGNORED
     fits = torch.nn.functional.pad(real[:, 1:-1] & real[:, 2:], (0, 2))
-    scores = torch.rand(labels.shape, device=labels.device).masked_fill(~fits, -1.0)
+    drawn = torch.rand(labels.shape, device=labels.device, generator=generator)
+    scores = drawn.masked_fill(~fits, -1.0)
     best = scores.topk(min(count, labels.shape[1]))
     columns = best.indices.masked_fill(best.values < 0, labels.shape[1] - 1)
     return columns.sort().values

@@ -94,9 +94,13 @@ def last_stats(model: nn.Module) -> SpecStats | None:
 _TOLD = "told of calls"
 
 
-def on_stats(model: nn.Module, told: Callable[[SpecStats], None]) -> None:
-    """From now on, ``told`` is called with the statistics of each call of ``model.generate`` with a
-    strategy that has ended without an error, in its thread."""
+#: Gets the statistics of a call, and its sequences.
+Told = Callable[[SpecStats, Sequence[Sequences]], None]
+
+
+def on_end(model: nn.Module, told: Told) -> None:
+    """From now on, ``told`` is called after each call of ``model.generate`` with a strategy that
+    has ended without an error, in its thread."""
     memory(unwrapped(model))[_TOLD] = told
 
 
@@ -154,11 +158,12 @@ def decode(
     if most is not None and waits:
         check_rows_apart(config, logits_processor, stopping_criteria, streamer, refused())
         seeds = drawn_seeds(rows, input_ids.device) if strategy.samples else None
-        ids, stats = _decode_in_turns(
+        ended, stats = _decode_in_turns(
             model, input_ids, real, logits_processor, stopping_criteria, config, assistant_model,
-            model_kwargs, most, seeds, sequences.pad,
+            model_kwargs, most, seeds,
         )  # fmt: skip
-        _keep(model, stats)
+        ids = joined_ids(ended, sequences.pad)
+        _keep(model, stats, ended)
         return SpecGenerateOutput(sequences=ids, spec_stats=stats) if wants else ids
     way = _Way.of(model, strategy, rows, getattr(config, "_warms_up", False), refused)
     with ExitStack() as stack:
@@ -182,7 +187,7 @@ def decode(
         _estimate_plain(stats, steps.policy, prompt_seconds, rows)
     elif (plain := times.plain_seconds()) is not None:  # few rows are left where old answers end
         stats.plain_seconds = prompt_seconds + plain * (max(sequences.emitted) - 1)
-    _keep(model, stats)
+    _keep(model, stats, [sequences])
     if not wants:
         return ids
     return SpecGenerateOutput(
@@ -260,8 +265,8 @@ class _Way:
 def _decode_in_turns(
     model: Any, input_ids: Tensor, real: Tensor | None, processors: LogitsProcessorList,
     criteria: StoppingCriteriaList, config: GenerationConfig, assistant_model: Any,
-    model_kwargs: dict[str, Any], most: int, seeds: Sequence[int] | None, pad: int,
-) -> tuple[Tensor, SpecStats]:  # fmt: skip
+    model_kwargs: dict[str, Any], most: int, seeds: Sequence[int] | None,
+) -> tuple[list[Sequences], SpecStats]:  # fmt: skip
     """Decode each row of a batch like a call of its own, at most ``most`` at once; ``seeds``: of
     each row's samples."""
     begun: list[Sequences] = []
@@ -281,15 +286,15 @@ def _decode_in_turns(
         return steps
 
     stats = take_in_turns(len(input_ids), most, begin)
-    return joined_ids(begun, pad), stats
+    return begun, stats
 
 
-def _keep(model: Any, stats: SpecStats) -> None:
-    """Keep the statistics of a call that has ended, and tell them."""
+def _keep(model: Any, stats: SpecStats, ended: Sequence[Sequences]) -> None:
+    """Keep the statistics of a call that has ended, and tell of it."""
     known = memory(model)
     known[SpecStats] = stats
     if _TOLD in known:
-        known[_TOLD](stats)
+        known[_TOLD](stats, ended)
 
 
 def _after_prompt(

@@ -136,6 +136,11 @@ class Sequences:
         """The tokens that each sequence of the call has emitted."""
         return [own[len(own) - n :] for own, n in zip(self._tokens, self.emitted)]
 
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The tokens of each sequence's prompt, without padding."""
+        return [own[: len(own) - n] for own, n in zip(self._tokens, self.emitted)]
+
     # -- growing -----------------------------------------------------------------------------
 
     @property

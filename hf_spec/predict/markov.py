@@ -157,6 +157,7 @@ class DraftVocabulary(Holds):
             check_tokens(tokens, known)
             if self._weight is not None:
                 return _Rows(tokens.to(self._weight.device), self._weight.detach(), None)
+            tokens = tokens.clone()
             weight, bias = output_weight(self.model), output_bias(self.model)
             # Where weights are sharded, some are empty between forwards.
             whole = weight is not None and is_plain(weight) and len(weight) >= known
@@ -172,7 +173,7 @@ class DraftVocabulary(Holds):
             return _Rows(tokens, rows, own)
 
         if self._weight is not None:
-            return made_once(self._weight, (), make)
+            return made_once(self._weight, (), make, in_place=False)
         return made_once(self._tokens, (head,), make)
 
 

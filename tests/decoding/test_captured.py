@@ -29,6 +29,7 @@ from transformers import CompileConfig
 import hf_spec
 from hf_spec.core.memory import memory
 from hf_spec.decoding.step import DeviceStep
+from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches.modules import CACHE
 from hf_spec.target import captures, recording
 from hf_spec.target.captures import Captured, Unrepeatable, Watch
@@ -187,6 +188,24 @@ def test_other_weights(shallow: Tiny, way: Any) -> None:
         first = same(model, spec, {**way, "cache_implementation": "static"}, inputs=prompt())
         made.append(compiled(first)["made"] > 0)
     assert made == [True, False, True, True]
+
+
+@pytest.mark.parametrize("name", [name for name, _ in FIRST if methods()[name].adapter_config])
+def test_weights_that_learn(shallow: Tiny, name: str) -> None:
+    """In place, those of an adapter and of its model: what is made of them is made anew where it
+    was, so that records go on."""
+    model: Any = shallow(layers=LAYERS.get(name, 2))
+    spec = without_pruning(variant_of(name, dict(FIRST)[name]))
+    with adapted(model, name, dict(FIRST)[name]):
+        check(model, spec, inputs=prompt())
+        kept = []  # takes the places that are given back
+        for _ in range(2):
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.mul_(1.01)
+            kept += [torch.empty_like(weight) for weight in model.parameters() for _ in range(4)]
+            output = check_one(model, spec, RECORDED, inputs=prompt())
+            assert compiled(output)["made"] == 0
 
 
 NUMBERS: dict[str, Any] = {

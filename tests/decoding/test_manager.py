@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 import hf_spec
 from hf_spec import StepSharing
-from hf_spec.decoding.loop import on_stats
+from hf_spec.decoding.loop import on_end
 from hf_spec.decoding.manager import RequestManager
 
 SPEC = hf_spec.SpecConfig("prompt_lookup", **OPTIONS)
@@ -205,7 +205,7 @@ def test_within_a_pause_no_request_runs() -> None:
     with pytest.raises(RuntimeError, match="does not run"), manager.pause():
         raise AssertionError
     manager.start()
-    on_stats(model, lambda stats: ended.append(stats.num_generated_tokens))
+    on_end(model, lambda stats, _: ended.append(stats.num_generated_tokens))
     first = manager.add_request(**long(max_new_tokens=50))
     wait_until(lambda: manager._at_work)
     with manager.pause():
@@ -218,7 +218,7 @@ def test_within_a_pause_no_request_runs() -> None:
     assert len(manager.get_result(later, PATIENCE).generated_tokens) == ended[1]
     assert manager.get_result(first).is_finished()
     manager.stop()
-    on_stats(model, lambda stats: None)
+    on_end(model, lambda *_: None)
 
 
 def test_results_in_an_event_loop() -> None:

@@ -30,7 +30,7 @@ import hf_spec
 from hf_spec import RolloutHistory, StepSharing, last_stats, share_steps
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.memory import memory
-from hf_spec.decoding.loop import on_stats
+from hf_spec.decoding.loop import on_end
 from hf_spec.decoding.prefill import Prompt
 from hf_spec.decoding.shared import SharedSteps
 from hf_spec.decoding.sharing import Turns
@@ -556,7 +556,7 @@ def test_calls_share_once(sharing: StepSharing, model: Any) -> None:
 def test_statistics_of_each_call_are_told_in_its_thread(model: Any, sharing: StepSharing) -> None:
     """Of those that have failed, none."""
     told: list[tuple[int, int]] = []
-    on_stats(model, lambda stats: told.append((threading.get_ident(), stats.num_generated_tokens)))
+    on_end(model, lambda stats, _: told.append((threading.get_ident(), stats.num_generated_tokens)))
     given = {"input_ids": prompt(9), **GREEDY, **LOOKUP}
     sizes = [3, 5, 8]
     made = [{**given, "max_new_tokens": size} for size in sizes]

@@ -230,7 +230,7 @@ def _prepare_models(
     """Let the server attach the adapters to each model, and generate with the strategy; ``limits``:
     of :func:`share_steps`."""
     from hf_spec.decoding.call import check_strategy
-    from hf_spec.decoding.loop import on_stats
+    from hf_spec.decoding.loop import on_end
     from hf_spec.decoding.sharing import share_steps, takes_turns
     from hf_spec.modeling_patches.served_models import on_load, on_metrics, on_request, tell
     from hf_spec.target.packed_weights import pack_where_it_pays
@@ -271,12 +271,12 @@ def _prepare_models(
             check_strategy(model, config)
         name = model.name_or_path
 
-        def told(stats: Any) -> None:
+        def told(stats: Any, _: Any) -> None:
             metrics.add(name, stats)
             _report(stats)
             tell(**_usage(stats))
 
-        on_stats(model, told)
+        on_end(model, told)
         why = takes_turns(model)
         if shares and why is None:
             metrics.follow(name, share_steps(model, **given))
