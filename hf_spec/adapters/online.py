@@ -88,9 +88,11 @@ class OnlineTraining:
             with self._running():
                 loss = self._objective(self._model, self.adapter, batch)["loss"]
             loss.backward()
-        trained = [one for one in self.adapter.parameters() if one.grad is not None]
-        for one in trained:
-            one.grad = self._averaged(one.grad)
+        trained = []
+        for one in self.adapter.parameters():
+            if one.grad is not None:
+                one.grad = self._averaged(one.grad)
+                trained.append(one)
         # Numbers that are not finite, as of a text with extreme states, would spoil all later ones.
         if clip_grad_norm_(trained, MAX_NORM).isfinite():
             self._optimizer.step()
