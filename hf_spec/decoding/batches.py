@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from hf_spec.decoding.call import check_strategy
 from hf_spec.draft.options import DraftOptions
+from hf_spec.modeling_patches.weights import vocabulary
 
 #: Most sequences at once where nobody says how many.
 ROWS = 32
@@ -68,6 +69,7 @@ def generate_batch(
         **{name: value for name, value in sorted(kwargs.items()) if name not in TAKEN},
     }  # fmt: skip
     _check("generate_batch", TAKEN, others, batching)
+    inputs = _prompts(inputs, vocabulary(model))
     if not inputs:
         return {}
     begun = time.perf_counter()
@@ -130,6 +132,25 @@ def init_continuous_batching(
     check_strategy(model, given)
     most = options.get(ROWS_OPTION) or getattr(batching, MOST, None) or ROWS
     return RequestManager(model, given, most)
+
+
+def _prompts(inputs: Any, size: int) -> list[list[int]]:
+    """Prompts as lists; a ValueError unless they are ids of tokens, of which a model has
+    ``size``."""
+    rows = [one.tolist() if isinstance(one, torch.Tensor) else one for one in inputs]
+    for number, row in enumerate(rows):
+        listed = isinstance(row, Sequence) and not isinstance(row, str) and len(row) > 0
+        wrong = next((id for id in row if not _is_token(id, size)), None) if listed else row
+        if wrong is not None:
+            raise ValueError(
+                f"inputs[{number}] in generate_batch: {wrong!r} is no token of the model. Give "
+                f"lists of token ids, 0 to {size - 1}, such as tokenizer(texts).input_ids."
+            )
+    return [[*row] for row in rows]
+
+
+def _is_token(id: Any, size: int) -> bool:
+    return isinstance(id, int) and 0 <= id < size
 
 
 def _check(where: str, taken: Sequence[str], given: dict[str, Any], batching: Any) -> None:

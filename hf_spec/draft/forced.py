@@ -306,7 +306,8 @@ class SequenceForced:
 
     def _row(self, tokens: list[int], depth: int) -> Row:
         for forced in self._told:
-            if chain := self._chain(forced(self._number, tokens)[:depth]):
+            # A list of its own, which it may change.
+            if chain := self._chain(forced(self._number, [*tokens])[:depth]):
                 size = 1 + len(chain)
                 return Row([*range(-1, size - 1)], [tokens[-1], *chain], [1.0] * size)
         if self._matcher is None:

@@ -73,6 +73,9 @@ class AnswerFile:
 
     def __init__(self, path: str | Path, facts: dict[str, Any], fixed: bool = False):
         self.path, self._seen, self.size = Path(path).absolute(), 0, 0
+        if self.path.is_dir() or not self.path.parent.is_dir():
+            why = "is a folder" if self.path.is_dir() else "is in a folder that does not exist"
+            raise ValueError(f"{str(path)!r} {why}: give a file, in a folder that there is.")
         written = os.access(self.path, os.W_OK) or not self.path.exists()
         self._mode = "rwc" if written else "ro"
         try:

@@ -25,6 +25,8 @@ from hf_spec.modeling_patches.weights import placement, vocabulary
 SENTENCEPIECE, BYTE_LEVEL = "\N{LOWER ONE EIGHTH BLOCK}", bytes_to_unicode()[ord(" ")]
 #: A single byte in tokens of SentencePiece.
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+#: Share of a tokenizer's tokens for which its model may have no embeddings, as of added ones.
+UNKNOWN = 0.1
 #: Least share of the smaller vocabulary that both must have.
 LEAST_SHARED = 1 / 4
 #: Tokens by their role, which stand for each other whatever their names are.
@@ -237,6 +239,14 @@ def translation(model: Any, assistant: Assistant) -> Translation | None:
             raise ValueError(
                 f"{name}={type(one).__name__!r} has no get_vocab(): give a tokenizer, such as "
                 "AutoTokenizer.from_pretrained returns."
+            )
+    for name, one, owner in zip(("tokenizer", "assistant_tokenizer"), tokenizers, (model, drafts)):
+        known_to = vocabulary(owner)
+        if len(one) * (1 - UNKNOWN) > known_to:
+            raise ValueError(
+                f"{name} has {len(one)} tokens, and {type(owner).__name__} knows {known_to}: that "
+                "is another model's. Give tokenizer=, the model's own, and assistant_tokenizer=, "
+                "the assistant's."
             )
     key = (*map(id, tokenizers), *map(len, tokenizers), size, device)
     known, made = memory(drafts), None

@@ -115,3 +115,27 @@ def test_options_of_the_paged_cache_are_refused(given: dict[str, Any], why: str)
         named |= given
     with pytest.raises(ValueError, match=why):
         model.generate_batch(INPUTS, generation_config=own, **named)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "why"),
+    [
+        (["a text"], r"inputs\[0\] in generate_batch: 'a text' is no token"),
+        ([[1, 2], [3, 61]], r"inputs\[1\] in generate_batch: 61 is no token .* 0 to 60"),
+        ([1, 2], r"inputs\[0\] in generate_batch: 1 is no token"),
+        ([[]], r"inputs\[0\] in generate_batch: \[\] is no token"),
+        ([[1, 2.0]], r"2.0 is no token"),
+    ],
+    ids=["text", "beyond", "flat", "empty", "float"],
+)
+def test_what_is_no_list_of_tokens_is_refused(inputs: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        shared("llama_tied").generate_batch(inputs, max_new_tokens=3, **LOOKUP)
+
+
+def test_prompts_may_be_a_tensor() -> None:
+    model, ids = shared("llama_tied"), torch.tensor([INPUTS[1], INPUTS[1][::-1]])
+    found = model.generate_batch(ids, GenerationConfig(**OPTIONS), **LOOKUP)
+    wanted = model.generate_batch(ids.tolist(), GenerationConfig(**OPTIONS), **LOOKUP)
+    tokens = [[one.generated_tokens for one in each.values()] for each in (found, wanted)]
+    assert tokens[0] == tokens[1]

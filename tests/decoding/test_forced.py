@@ -64,6 +64,15 @@ class Lies(Forces):
         return [token + row for token in super().forced(row, tokens)] + [VOCAB, -1]
 
 
+class Changes(Forces):
+    """Uses up the list that it gets."""
+
+    def forced(self, row: int, tokens: list[int]) -> list[int]:
+        found = super().forced(row, tokens)
+        tokens.clear()
+        return found
+
+
 class Breaks(Forces):
     """Raises an error when it is asked a second time."""
 
@@ -80,7 +89,7 @@ def generated(model: Any, spec: dict[str, Any], processor: Any, **settings: Any)
     return model.generate(**given, **spec, logits_processor=[processor]).tolist()  # type: ignore
 
 
-@pytest.mark.parametrize("kind", [Forces, Lies])
+@pytest.mark.parametrize("kind", [Forces, Lies, Changes])
 @pytest.mark.parametrize("eos", [None, list(range(7, 60, 4))], ids=["no end", "ends"])
 @pytest.mark.parametrize("given", [{"input_ids": prompt(15)}, ragged()], ids=["one", "three"])
 @pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])

@@ -335,6 +335,7 @@ def test_refused(tiny: Tiny, fresh: Tiny) -> None:
     spec = drafts(assistant, own)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"tokenizer": "abc"}, "tokenizer='str' has no get_vocab"),
+        ({"tokenizer": tokenizer_of("larger")}, "tokenizer has .* and LlamaForCausalLM knows 61"),
         ({"tokenizer": None}, "assistant_tokenizer='.*' without tokenizer: .*generate.tokenizer="),
         ({"assistant_tokenizer": strange}, "shares 3 tokens with .* 12% of the smaller .* 25%"),
         ({**drafting("prompt_lookup"), "assistant_model": None}, "assistant_tokenizer=.*no assis"),

@@ -55,6 +55,20 @@ def test_a_folder_of_distill(tmp_path):
     assert read_provenance(tmp_path) == {"rows": 2, "model": "m"}
 
 
+def test_answers_of_another_tokenizer_are_refused(tmp_path):
+    own, rows = make_tokenizer(), []
+    for index, text in enumerate(["one two", "three"]):
+        ids = own.encode(text)
+        rows.append(
+            {"prompt_ids": [2], "answer_ids": ids, "answer": own.decode(ids), "index": index}
+        )
+    distilled(tmp_path, rows, rows=2)
+    assert len(read_answers(tmp_path, own)) == 2
+    distilled(tmp_path, [{**row, "answer_ids": row["answer_ids"][::-1]} for row in rows], rows=2)
+    with pytest.raises(ValueError, match="was made with another tokenizer: .* hf-spec distill"):
+        read_answers(tmp_path, own)
+
+
 #: Files of a folder by name: rows, or the content of a file that is none of the data.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "parquet": {"x.parquet": IDS},

@@ -23,6 +23,8 @@ from hf_spec.core.checks import check_count, explained
 from hf_spec.core.memory import exchange
 from hf_spec.core.stats import SpecStats, synchronize
 from hf_spec.modeling_patches.modules import unwrapped
+from hf_spec.modeling_patches.weights import placement
+from hf_spec.target.captures import CUDA_GRAPHS, check_recording
 from hf_spec.target.packed_weights import packed_weights
 from hf_spec.tools.bench.contenders import (
     BASELINE,
@@ -349,6 +351,8 @@ def run(
             f"continuous batches with {'compiled steps' if compiled else OPTION}: rows are not "
             "admitted there. Leave one out."
         )
+    if compiled == CUDA_GRAPHS:
+        check_recording(placement(model).device, {})  # at once, not after plain generation
     if continuous and protocol is not None:
         raise ValueError(
             "continuous batches with a suite: they mix its groups, which have figures of their "

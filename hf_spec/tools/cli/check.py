@@ -52,7 +52,7 @@ def check(
             echo(f"{title}: {value}")
         for values, value in found.tried.items():
             echo(f"with {values}: {value}")
-        for text in found.findings or ["nothing looks wrong"]:
+        for text in [*(found.findings or ["nothing looks wrong"]), *found.notes]:
             echo(text)
     if found.findings:
         raise Exit(LOOKS_WRONG)

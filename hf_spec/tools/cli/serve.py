@@ -286,7 +286,9 @@ def _prepare_models(
     on_load(prepare)
 
     def check(model: Any, tokenizer: Any, inputs: Any, config: Any) -> None:
-        _check_files(options or {}, getattr(config, "assistant_kwargs", None) or {})
+        asked = getattr(config, "assistant_kwargs", None)
+        if isinstance(asked, Mapping):  # else the request is refused for that
+            _check_files(options or {}, asked)
         _check_request(model, tokenizer, inputs, config)
 
     on_request(check, _at_once)

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 #: A folder of ``hf-spec distill``: a JSON line per answer, and how they are made.
 ANSWERS, PROVENANCE = "answers.jsonl", "provenance.json"
+#: Answers whose tokens are compared with their texts.
+COMPARED = 4
 #: A column of lists: where other answers in a prompt begin and end, which are learned, too.
 EARLIER = "earlier_answers"
 #: How names of data files in a folder end. ``.json`` files count where there are no others, as a
@@ -222,7 +224,22 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> datasets.Dataset:
             f"{str(Path(folder, ANSWERS))!r} has {len(data)} of {provenance['rows']} answers: get "
             "it again, or make it again with hf-spec distill"
         )
-    return data.select(np.argsort(data["index"][:]))
+    data = data.select(np.argsort(data["index"][:]))
+    if tokenizer is not None:
+        _check_tokenizer(data, tokenizer, str(folder))
+    return data
+
+
+def _check_tokenizer(data: datasets.Dataset, tokenizer: Any, folder: str) -> None:
+    """Raise a ValueError if the tokens of answers are not those of their texts."""
+    for row in data.select(range(min(len(data), COMPARED))):
+        ids, text = row["answer_ids"], row.get("answer")
+        if text is not None and tokenizer.decode(ids, skip_special_tokens=True) != text:
+            raise ValueError(
+                f"{folder!r} was made with another tokenizer: the tokens of an answer are "
+                f"{tokenizer.decode(ids[:12])!r} here, and its text is {text[:40]!r}. Make answers "
+                "of this model with hf-spec distill."
+            )
 
 
 def _columns(row: Mapping[str, Any]) -> Any:
