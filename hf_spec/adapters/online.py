@@ -38,8 +38,9 @@ class Text(NamedTuple):
 
     @property
     def teaches(self) -> bool:
-        """Whether there is a token to predict: that after a prompt is certain."""
-        return len(self.tokens) - self.prompt >= 2
+        """Whether there is a token to predict, as that after a prompt is certain, and the prompt is
+        known, as embeddings in its place are not."""
+        return 0 < self.prompt <= len(self.tokens) - 2
 
 
 class OnlineTraining:
@@ -90,6 +91,7 @@ class OnlineTraining:
             loss.backward()
         trained = [one for one in self.adapter.parameters() if one.grad is not None]
         for one in trained:
+            assert one.grad is not None
             one.grad = self._averaged(one.grad)
         # Numbers that are not finite, as of a text with extreme states, would spoil all later ones.
         if clip_grad_norm_(trained, MAX_NORM).isfinite():
