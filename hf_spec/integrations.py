@@ -33,7 +33,7 @@ from hf_spec.target.captures import CUDA_GRAPHS
 logger = logging.getLogger(__name__)
 
 
-#: A call of ``generate``: its statistics and its sequences.
+#: A call of ``generate``: its statistics, and its sequences if a drafter learns from them.
 Ended = tuple[SpecStats, Sequence[Sequences]]
 
 
@@ -164,11 +164,11 @@ class TRLCallback(TrainerCallback):
         log(logs, *args, **kwargs)
 
 
-def _add(to: weakref.ref[TRLCallback], *ended: Any) -> None:
+def _add(to: weakref.ref[TRLCallback], stats: SpecStats, ended: Sequence[Sequences]) -> None:
     """Note a call; the model does not keep the callback, which keeps the trainer."""
     callback = to()
     if callback is not None:
-        callback._ended.append(ended)
+        callback._ended.append((stats, [] if callback._drafter is None else ended))
 
 
 def _folder(args: Any, state: Any) -> Path:
