@@ -7,7 +7,7 @@ import random
 import sqlite3
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from hf_spec.target.captures import CUDA_GRAPHS
 logger = logging.getLogger(__name__)
 
 
-#: A call of ``generate``: its statistics and its sequences.
+#: A call of ``generate``: its statistics, and its sequences if a drafter learns from them.
 Ended = tuple[SpecStats, Sequence[Sequences]]
 
 
@@ -164,11 +164,11 @@ class TRLCallback(TrainerCallback):
         log(logs, *args, **kwargs)
 
 
-def _add(to: weakref.ref[TRLCallback], *ended: Any) -> None:
+def _add(to: weakref.ref[TRLCallback], stats: SpecStats, ended: Sequence[Sequences]) -> None:
     """Note a call; the model does not keep the callback, which keeps the trainer."""
     callback = to()
     if callback is not None:
-        callback._ended.append(ended)
+        callback._ended.append((stats, [] if callback._drafter is None else ended))
 
 
 def _folder(args: Any, state: Any) -> Path:
@@ -187,6 +187,8 @@ def _place(args: Any, state: Any) -> Path:
 DRAFTER = "drafter"
 #: Tokens of rollouts, with padding, that it learns from at once, but one rollout at least.
 AT_ONCE = 2048
+#: What some models read besides tokens.
+MEDIA = ("image", "video", "audio")
 
 
 class _Following:
@@ -198,8 +200,11 @@ class _Following:
     steps: those of their mean gradients, as many as their mean time allows.
     """
 
-    def __init__(self, training: OnlineTraining, accelerator: Any, share: float):
+    def __init__(
+        self, training: OnlineTraining, accelerator: Any, share: float, media: Collection[int] = ()
+    ):  # fmt: skip
         self.training, self._accelerator, self._share = training, accelerator, share
+        self._media = set(media)  # tokens of images and the like, which it is not given
         self._random = random.Random(0)
         self._texts: list[Text] = []
         self._waiting: list[Text] = []
@@ -211,7 +216,7 @@ class _Following:
         if self._fresh:
             self._texts, self._waiting, self._fresh = [], [], False
         found = (Text([*a, *b], len(a)) for one in ended for a, b in zip(one.prompts, one.answers))
-        self._texts += [text for text in found if text.teaches]
+        self._texts += [one for one in found if one.teaches and self._media.isdisjoint(one.tokens)]
 
     def after_step(self, seconds: float) -> None:
         """Learn after a step that took so many seconds."""
@@ -299,7 +304,11 @@ def _following(
         usual if learning_rate is None else learning_rate, usual, method.num_anchors,
         trainer.accelerator.autocast, partial(trainer.accelerator.reduce, reduction="mean"),
     )  # fmt: skip
-    return _Following(training, trainer.accelerator, share)
+    names = (f"{kind}_token_{end}" for kind in MEDIA for end in ("id", "index"))
+    media = (getattr(model.config, name, None) for name in names)
+    return _Following(
+        training, trainer.accelerator, share, [one for one in media if isinstance(one, int)]
+    )
 
 
 def _method(model: Any, config: Any) -> tuple[Method, str | None]:

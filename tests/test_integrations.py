@@ -308,16 +308,18 @@ def test_the_time_that_a_drafter_takes(monkeypatch: pytest.MonkeyPatch, share: f
 
 
 def test_what_a_drafter_learns_from() -> None:
-    """All rollouts of the step that had some last, in batches of so many tokens."""
+    """All rollouts of the step that had some last, in batches of so many tokens; not those to
+    images or embeddings."""
     batches: list[list[Text]] = []
     training: Any = SimpleNamespace(learn=lambda texts: batches.append(texts) or 0.0)
-    made = _Following(training, ONE_PROCESS, 0.05)
+    made = _Following(training, ONE_PROCESS, 0.05, [50])
     made.see([ended([3], [4, 5])])
     made.after_step(0.0)
     long = integrations.AT_ONCE // 2
     rollouts = [ended([7, 8], [9, 10]), ended([3, 4], [5]), ended([5] * long, [6, 7, 8])]
     made.see(rollouts[:2])
     made.see(rollouts[2:])  # of another part of the same step
+    made.see([ended([3, 50, 4], [5, 6, 7]), ended([], [5, 6, 7])])
     made.after_step(0.0)
     found = [made._batch() for _ in range(6)]
     expected = {(7, 8, 9, 10), (*[5] * long, 6, 7, 8)}

@@ -294,6 +294,33 @@ def test_trl_trains_and_saves_the_policy(kind: str, attached: bool, tmp_path: Pa
         assert all(torch.equal(one, now[name]) for name, one in stored.items())
 
 
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO", "OnlineDPO"])
+def test_trl_with_a_drafter_that_learns(kind: str, tmp_path: Path) -> None:
+    """The policy becomes what it becomes without."""
+    from hf_spec.integrations import TRLCallback
+
+    path, trained = save_checkpoint(tmp_path / "model"), make_model()
+    trained.add_adapter(hf_spec.MedusaConfig(num_heads=2, markov_rank=4, draft_vocab_size=64))
+    trained.save_pretrained(tmp_path / "heads")
+    policies, updates = [], []
+    for share in (None, 1.0):
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        spec = drafting("medusa", adapter=str(tmp_path / "heads"))
+        trainer = trainer_of(
+            kind, model, tmp_path / str(share), learning_rate=1e-3, save_steps=3, logging_steps=1,
+            generation_kwargs=spec, gradient_accumulation_steps=2,
+        )  # fmt: skip
+        more = {} if share is None else {"train_drafter": True, "drafter_share": share}
+        trainer.add_callback(TRLCallback(trainer, **more))
+        trainer.train()
+        policies.append([one.detach().clone() for one in model.parameters()])
+        entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+        updates.append(sum(entry.get("drafter/updates", 0) for entry in entries))
+        assert (tmp_path / str(share) / "checkpoint-3" / "drafter").is_dir() == (share is not None)
+    assert updates[0] == 0 < updates[1]
+    assert all(map(torch.equal, *policies))
+
+
 @pytest.mark.parametrize("name", ["plain", "token_recycling"])
 def test_trl_with_the_answers_of_an_epoch_before(tmp_path: Path, name: str) -> None:
     """These draft what plain generation can't; the table also drafts in the first epoch."""

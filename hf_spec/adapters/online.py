@@ -38,8 +38,9 @@ class Text(NamedTuple):
 
     @property
     def teaches(self) -> bool:
-        """Whether there is a token to predict: that after a prompt is certain."""
-        return len(self.tokens) - self.prompt >= 2
+        """Whether there is a token to predict, as that after a prompt is certain, and the prompt is
+        known, as embeddings in its place are not."""
+        return 0 < self.prompt <= len(self.tokens) - 2
 
 
 class OnlineTraining:
