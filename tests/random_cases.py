@@ -202,7 +202,7 @@ def options(rng: random.Random, name: str, variant: str, waits: bool) -> dict[st
         found["max_rows"] = rng.randint(1, 3)
     if rng.random() < 0.1:
         found["forced"] = False
-    return found
+    return {one: value for one, value in found.items() if one in methods()[name].option_names}
 
 
 @cache

@@ -237,8 +237,14 @@ class ForwardContext:
     tokens: int = 0  # nodes with tokens, which come first
     probes: int = 0  # which follow
     learned: Tensor | None = None  # (batch, probes, hidden) embeddings of these; None without any
+    taken: bool = False  # whether the model has asked for these
     logits_at: Tensor | None = None  # (batch, n) nodes to compute logits for; None for all tokens
     choose: Choose | None = None  # chooses which nodes to keep; None to keep all
+
+    def take(self) -> Tensor | None:
+        """The embeddings of probes."""
+        self.taken = True
+        return self.learned
 
     def wanted(self, hidden: Tensor) -> Tensor:
         """The states that logits are computed from."""
@@ -371,6 +377,11 @@ class Target(FollowsRows):
         watching, seen = self._watched(block.ids.shape[1], tree.num_probes, logits_at)
         logits = watching.run(self.model, **inputs).logits
         context = self._context
+        if context.learned is not None and not context.taken:
+            raise ValueError(
+                f"{type(self.model).__name__} does not call its input embeddings, where those of "
+                "probes would stand: choose a strategy without probes."
+            )
         return Output(tree, logits, seen.pop()[:, : context.tokens + context.probes])
 
     def reads_hidden(self, tree: Tree) -> bool:
@@ -414,7 +425,7 @@ class Target(FollowsRows):
             assert self.probe_embeddings is not None
             learned = self.probe_embeddings[block.kinds.to(self.device)]
             ids = pad(ids, (0, block.tree.num_probes))
-        self._context.learned = learned
+        self._context.learned, self._context.taken = learned, False
         return inputs | {"input_ids": ids}
 
     def _mask(self, block: Block, keys: int, positions: Tensor) -> Any:
@@ -513,7 +524,7 @@ class Target(FollowsRows):
         if self._watching is None:
             changes, inputs = Changes().update(self._changes), self.probe_inputs
             if inputs is not None:
-                learned_embeddings(self.model, changes, lambda: context.learned)
+                learned_embeddings(self.model, changes, context.take)
                 averaged_exits(self.model, changes, inputs.exits, lambda: context.tokens)
                 if inputs.update is not None:
                     inputs.update.add_to(
