@@ -315,7 +315,8 @@ def _after_prompt(
         seeds = earlier.seeds
     kind = memory(model).get(Acceptance, Acceptance)  # benchmarks may set another one
     acceptance = kind(config, strategy.options, scorer, seeds)
-    parts = parts._replace(between=watch.without(parts.between))
+    if parts is not WHOLE:
+        parts = parts._replace(between=watch.without(parts.between))
     with watch.phase("forward"):
         prompt = Prompt(
             model, input_ids, config, model_kwargs, owner, drafter.probe_inputs, drafter.reads,

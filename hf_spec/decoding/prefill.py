@@ -347,11 +347,12 @@ class Prompt:
         run, chunks, config, changes = model._prefill, [], self.config, Changes()
         if reads.nodes:
             chunks = captured(model, changes, reads.layers, _last, reads.tokens == "last")
-        if in_parts := self.parts.most is not None:
+        if self.parts is not WHOLE:  # the first such call installs the hook, also if it runs alone
             changes.before(model, self._between)
-            if config.prefill_chunk_size is None and self._can_be_divided:
-                config = copy.copy(config)
-                config.prefill_chunk_size = self.parts.most
+        in_parts = self.parts.most is not None
+        if in_parts and config.prefill_chunk_size is None and self._can_be_divided:
+            config = copy.copy(config)
+            config.prefill_chunk_size = self.parts.most
         if reads.nodes or in_parts:  # otherwise the model runs as it is, compiled if it is compiled
             run = partial(changes.run, run)
         outputs = run(self.input_ids, config, self.model_kwargs, is_first_iteration=True)

@@ -18,7 +18,7 @@ from transformers import GenerationMixin
 
 from hf_spec.core.checks import check_count
 from hf_spec.core.memory import locked, memory
-from hf_spec.decoding.prefill import WHOLE, Parts
+from hf_spec.decoding.prefill import Parts
 from hf_spec.decoding.shared import Call, SharedSteps, kind_of
 from hf_spec.decoding.step import Steps
 from hf_spec.modeling_patches.dynamic_rope import rope_ends
@@ -349,7 +349,7 @@ class StepSharing:
         """Wait until a call's prompt, of ``(rows, width)``, may run; gives how. Where no other call
         takes steps, the whole of it runs at once."""
         with self.turns.taken() as turn:
-            parts = WHOLE
+            parts = Parts()
             if self._prompted:
                 parts = Parts(max(self.prompt_part // rows, 1), self.turns.pass_on)
             turn.tokens = rows * min(parts.most or width, width)
