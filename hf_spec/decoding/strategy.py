@@ -28,7 +28,6 @@ from hf_spec.decoding.sequences import Sequences
 from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.options import AUTO, DraftOptions, key_of, samples_drafts
 from hf_spec.draft.policy import Learned
-from hf_spec.draft.predictor import MODULES
 from hf_spec.methods.registry import Method, get_method, recycler
 from hf_spec.modeling_patches.fingerprint import ALIKE, Fingerprint, fingerprint
 from hf_spec.modeling_patches.modules import CACHE, decoder_of, only_logits
@@ -464,13 +463,10 @@ def recycles(options: DraftOptions, drafter: Drafter, do_sample: bool) -> bool:
     Raises:
         ValueError: they are to, and it has no trees that grow.
     """
-    if "recycle" in drafter.unused or options.recycle is False:
+    if not options.recycle:
         return False
     predictor, drawn = drafter.predictor, samples_drafts(options, do_sample)
     grows = predictor is not None and predictor.static is None and not drawn
-    if options.recycle == AUTO:
-        timed, _ = resolve(options, drafter, do_sample)
-        return timed and grows and drafter.policy_chooses and drafter.runs == MODULES
     if not grows:
         raise ValueError(
             "recycle=True: recycled candidates join trees that grow by probabilities, with "

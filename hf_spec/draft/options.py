@@ -83,8 +83,7 @@ class DraftOptions:
         lookup: whether to merge the draft tokens of ``prompt_lookup`` into the strategy's tree.
             ``auto``: where the policy chooses draft tokens by probability.
         recycle: whether what the model predicted after the same tokens before, as
-            ``token_recycling`` keeps it, joins the strategy's tree. ``auto``: where the policy
-            chooses draft tokens by probability.
+            ``token_recycling`` keeps it, joins the strategy's tree.
         lookup_history: lookups also search so many tokens at least of the answers that earlier
             calls of this process gave with the model; 0: none. Or the path of a file, in which the
             answers of earlier processes are, too, or those that ``hf-spec lookups`` wrote.
@@ -114,7 +113,7 @@ class DraftOptions:
     num_draft_tokens: int | str = setting(AUTO, rule=DRAFT_SIZE, only={"tree": (ADAPTIVE,)})
     max_depth: int | None = setting(None, rule=count())
     lookup: bool | str = setting(AUTO, rule=choice(AUTO, True, False))
-    recycle: bool | str = setting(AUTO, rule=choice(AUTO, True, False))
+    recycle: bool = setting(False, rule=choice(True, False))
     lookup_history: int | str = setting(0, rule=_answers, only={"lookup": (AUTO, True)})
     forced: bool = setting(True, rule=choice(True, False))
     drafting: str = setting(AUTO, rule=choice(AUTO, "always"))
