@@ -26,8 +26,8 @@ from hf_spec.decoding.call import graphs_for
 from hf_spec.decoding.prefill import Prompt
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.draft.drafter import Drafter
+from hf_spec.draft.learned import Learned
 from hf_spec.draft.options import AUTO, DraftOptions, key_of, samples_drafts
-from hf_spec.draft.policy import Learned
 from hf_spec.methods.registry import Method, get_method, recycler
 from hf_spec.modeling_patches.fingerprint import ALIKE, Fingerprint, fingerprint
 from hf_spec.modeling_patches.modules import CACHE, decoder_of, only_logits

@@ -18,7 +18,8 @@ from hf_spec.core.rows import FollowsRows
 from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import HostTree, Tree
 from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.draft.grow import Array, GoesOn, grow, levels_of, ranked
+from hf_spec.draft.grow import GoesOn, grow, levels_of, ranked
+from hf_spec.draft.learned import Array
 from hf_spec.draft.options import ADAPTIVE, TREE_OPTIONS, DraftOptions
 from hf_spec.draft.policy import ends_early
 from hf_spec.draft.predictor import MakeTree, Predictor

@@ -1,21 +1,17 @@
-"""Grows trees by the probabilities of predictions, calibrated by what is accepted."""
+"""Grows trees by the probabilities of predictions."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hf_spec.core.device import to_device
-from hf_spec.core.memory import locked
 from hf_spec.core.shapes import TokenTree
-from hf_spec.core.tree import HostTree, Tree, filled
+from hf_spec.core.tree import Tree, filled
 from hf_spec.target.hidden_states import gather_hidden
 
 # -- Growing the likeliest draft tree, level by level, from what a drafter expands nodes with ------
@@ -222,82 +218,3 @@ def _depths(sizes: tuple[int, ...], device: str) -> Tensor:
     """Depth of each node, with nodes ordered by level."""
     depths = [depth for depth, size in enumerate(sizes) for _ in range(size)]
     return to_device(depths, device)
-
-
-# -- Calibration of predicted probabilities, learned while decoding --------------------------------
-
-Array = np.ndarray[Any, np.dtype[Any]]
-
-#: Weight of a new prediction, and number of correct predictions that the prior stands for.
-ALPHA, GUESSED = 1 / 256, 8.0
-#: Bounds of the factors; far outside, predictions carry no information.
-LEAST, MOST = 0.02, 4.0
-
-
-@dataclass
-class Calibration:
-    """Per distance, how often predictions were right, and how often they were expected to be.
-
-    A prediction counts if all tokens before it were right. The expectation is the probability that
-    one of the draft tokens there follows. The prior stands for some correct predictions.
-
-    Args:
-        depth: number of distances.
-    """
-
-    depth: int
-    expected: Array = field(init=False)
-    hits: Array = field(init=False)
-    trials: Array = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.expected, self.hits, self.trials = (np.full(self.depth, GUESSED) for _ in range(3))
-
-    def observe(self, distance: int, expected: float, hit: bool) -> None:
-        """Learn from a prediction at a distance, from 1."""
-        news = (self.expected, expected), (self.hits, float(hit)), (self.trials, 1.0)
-        for sums, value in news:
-            sums[distance - 1] += value - ALPHA * sums[distance - 1]
-
-    def rate(self, distance: int) -> float:
-        """How often one of the draft tokens at a distance was right."""
-        return float(self.hits[distance - 1] / self.trials[distance - 1])
-
-    @property
-    def log_factors(self) -> list[float]:
-        """Per distance, the term added to the log-probabilities."""
-        factors = (self.hits / np.maximum(self.expected, 1e-9)).clip(LEAST, MOST)
-        found: list[float] = np.log(factors).tolist()
-        return found
-
-    @locked
-    def learn(
-        self, trees: HostTree, trust: Sequence[float], emitted: Sequence[Sequence[int]]
-    ) -> None:
-        """Learn from the tokens that each sequence emitted after its tree was proposed.
-
-        Args:
-            trees: the proposed trees.
-            trust: log-factors that their probabilities contain, per distance.
-            emitted: the tokens that followed in each row; the first is that of distance 1.
-        """
-        columns = trees.parents.tolist(), trees.tokens.tolist(), trees.probs.tolist()
-        for parents, tokens, chances, following in zip(*columns, emitted):
-            self.walk(parents, tokens, chances, trust, following)
-
-    def walk(
-        self, parents: Sequence[int], tokens: Sequence[int], chances: Sequence[float],
-        trust: Sequence[float], emitted: Sequence[int],
-    ) -> None:  # fmt: skip
-        """:meth:`learn` of one row, given its nodes; ``chances`` are of whole paths."""
-        node = 0
-        for distance, token in enumerate(emitted, 1):
-            below = [n for n in range(1, len(parents)) if parents[n] == node and chances[n] > 0]
-            if not below or chances[node] <= 0:
-                return
-            share = sum(chances[n] for n in below) / chances[node] / math.exp(trust[distance - 1])
-            hit = [n for n in below if tokens[n] == token]
-            self.observe(distance, min(share, 1.0), bool(hit))
-            if not hit:
-                return
-            node = hit[0]

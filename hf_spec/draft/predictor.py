@@ -13,7 +13,8 @@ from hf_spec.core.rows import FollowsRows, Holds
 from hf_spec.core.shapes import ProbeGroup, TokenTree, TreeStates
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
-from hf_spec.draft.grow import Calibration, Expands, GoesOn
+from hf_spec.draft.grow import Expands, GoesOn
+from hf_spec.draft.learned import Calibration
 from hf_spec.draft.options import AUTO, DraftOptions, fixed_size
 from hf_spec.draft.policy import DraftExit, num_grown
 from hf_spec.draft.state import DecodeState

@@ -22,7 +22,8 @@ from hf_spec.core.pruning import connected
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.draft.drafter import Drafter
-from hf_spec.draft.grow import Array, Children, Frontier
+from hf_spec.draft.grow import Children, Frontier
+from hf_spec.draft.learned import Array
 from hf_spec.draft.options import TREE_OPTIONS, DraftOptions, refuse
 from hf_spec.draft.predictor import FORWARDS
 from hf_spec.draft.state import DecodeState

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.decoding import loop
 from hf_spec.decoding.shared import Call, SharedSteps, kind_of, refusal
-from hf_spec.draft.grow import Calibration
+from hf_spec.draft.learned import Calibration
 from hf_spec.draft.policy import Plan, StepPolicy
 
 GREEDY: dict[str, Any] = {"do_sample": False}

@@ -16,7 +16,8 @@ from fake_clock import FakeClock
 
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Row, Tree
-from hf_spec.draft.policy import Learned, StepPolicy
+from hf_spec.draft.learned import Learned
+from hf_spec.draft.policy import StepPolicy
 
 DEPTH = 6
 

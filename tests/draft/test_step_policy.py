@@ -29,14 +29,10 @@ from hf_spec.core.device import bucket
 from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Row, Tree
-from hf_spec.draft.grow import Array, Calibration
+from hf_spec.draft.learned import WARM_UP, Array, Average, Calibration, Learned, StepTimes
 from hf_spec.draft.policy import (
     SIZES,
-    WARM_UP,
-    Average,
-    Learned,
     StepPolicy,
-    StepTimes,
     plans,
     step_shapes,
     width,

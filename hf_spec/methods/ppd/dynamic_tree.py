@@ -34,7 +34,7 @@ from hf_spec.core.checks import MAX_ROWS, check_count
 from hf_spec.core.shapes import TreeState, TreeStates
 from hf_spec.core.stats import synchronize
 from hf_spec.core.tree import TokenTree
-from hf_spec.draft.grow import Array
+from hf_spec.draft.learned import Array
 from hf_spec.draft.options import ADAPTIVE
 from hf_spec.methods.registry import get_method
 from hf_spec.modeling_patches.modules import unwrapped
