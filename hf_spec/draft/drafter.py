@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_spec.core.device import to_device
+from hf_spec.core.device import is_async, to_device
 from hf_spec.core.pruning import Pruning
 from hf_spec.core.rows import FollowsRows
 from hf_spec.core.shapes import ProbeGroup, TokenTree
@@ -21,7 +21,7 @@ from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.draft.grow import GoesOn, grow, levels_of, ranked
 from hf_spec.draft.learned import Array
 from hf_spec.draft.options import ADAPTIVE, TREE_OPTIONS, DraftOptions
-from hf_spec.draft.policy import ends_early
+from hf_spec.draft.policy import amount, recurring_amount
 from hf_spec.draft.predictor import MakeTree, Predictor
 from hf_spec.draft.state import DecodeState, Grown
 from hf_spec.modeling_patches.per_call import Changes
@@ -230,7 +230,9 @@ class Drafter(FollowsRows, CandidateGenerator):
         count, depth = 0, 0
         if predictor.static is None:
             # Those of the step after this one.
-            count, depth = predictor.num_grown(tree.num_tokens), predictor.num_levels(state, grows)
+            rows, cost = state.active, state.draft_cost
+            count, depth, _ = recurring_amount(predictor, tree.num_tokens, rows, cost, grows)
+            state.stats.num_draft_forwards += predictor.level_cost.forwards(depth)
         predictor.reserve(tree, depth)
         predictors = self._predictors
         buffers = [tensor for one in predictors for tensor in one.tensors()]
@@ -351,12 +353,11 @@ class Drafter(FollowsRows, CandidateGenerator):
         if not depth:
             return self._whole(_roots(state), predictor)
         predictor.catch_up(state)
-        depth, rule = predictor.limits(state, depth)
-        goes_on = None if rule is None else ends_early(state.active, rule)
+        reads, rows, cost = not is_async(root.device), state.active, state.draft_cost
+        count, depth, goes_on = amount(predictor, self._taken, depth, rows, cost, reads)
         noise, trust = None, predictor.trust
         if state.noise is not None and predictor.weighs and depth:
             noise = state.noise.ahead(depth)
-        count = predictor.num_grown(self._taken)
         packed = _likeliest(self._predictors, root, noise, trust, count, depth, goes_on)
         state.stats.num_draft_forwards += predictor.forwards
         predictor.forwards = 0

@@ -29,8 +29,6 @@ ACCEPTANCE_RULES = {"match": True, "rejection": True, "typical": False}
 ADAPTIVE = "adaptive"
 #: Value of the option ``tree``: the likeliest tokens only, if the method has this tree.
 CHAIN = "chain"
-#: Number of draft tokens of an adaptive tree if it must not depend on time.
-DEFAULT_DRAFT_TOKENS = 8
 #: The rule of ``num_draft_tokens``.
 DRAFT_SIZE = count_or_auto(MAX_DRAFT_TOKENS, "as many as pay")
 #: Options of trees of predictions.
@@ -149,14 +147,6 @@ def changed(options: DraftOptions) -> dict[str, Any]:
 def key_of(options: DraftOptions) -> str:
     """What is kept between calls is kept by: the same for options that ask for the same."""
     return json.dumps(changed(options), sort_keys=True)
-
-
-def fixed_size(num_draft_tokens: Any, timed: bool) -> int | None:
-    """Draft tokens of an adaptive tree in every step, by that option; None if the policy chooses
-    them, which it does not where nothing may depend on time."""
-    if num_draft_tokens != AUTO:
-        return int(num_draft_tokens)
-    return None if timed else DEFAULT_DRAFT_TOKENS
 
 
 def samples_drafts(options: DraftOptions, do_sample: bool) -> bool:

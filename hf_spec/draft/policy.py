@@ -1,14 +1,25 @@
-"""How much is drafted: how far trees grow, and what each step takes of them."""
+"""How much is drafted. In the order of a step:
+
+* :meth:`StepPolicy.draft_cost`: what a drafting forward must bring;
+* :meth:`StepPolicy.drafts`: whether the step drafts, or is plain;
+* :func:`amount`: how many draft tokens grow, and how deep, by what a level takes and brings;
+* :meth:`StepPolicy.choose`: how many of them the step takes, and which nodes get probes;
+* :meth:`StepPolicy.observe`: what the step has told of times and gains.
+
+What is known of times, gains and probabilities is in :mod:`hf_spec.draft.learned`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from hf_spec.core.checks import AUTO
 from hf_spec.core.device import bucket
 from hf_spec.core.memory import locked
 from hf_spec.core.stats import SpecStats
@@ -16,119 +27,146 @@ from hf_spec.core.tree import Tree
 from hf_spec.draft.grow import Frontier, GoesOn
 from hf_spec.draft.learned import ALPHA, CLIP, TICK, Array, Calibration, Learned, Setting, ratio
 
-# -- What a policy may choose in a step, and where probes are worth most. Knows only numbers -------
+# -- How far trees grow, before it is chosen what a step takes of them -----------------------------
 
-#: Numbers of draft tokens that a step may have. There are few, so that steps repeat: with the root,
-#: they are powers of two, to which compiled steps are padded anyway.
-SIZES = (0, 1, 3, 7, 15, 31, 63)
-#: Most step tokens per batch row of a step with probes.
-WIDEST = 64
-
-
-class Plan(NamedTuple):
-    """The plan of a step.
-
-    Attributes:
-        drafted: number of the tree's likeliest draft tokens to take.
-        probed: number of nodes with probes.
-    """
-
-    drafted: int = 0
-    probed: int = 0
-
-
-def width(tokens: int, probes: int) -> int:
-    """The size of a step by which its time is known: nodes with tokens and probes, per row."""
-    return bucket(tokens) + bucket(probes)
-
-
-def plans(most: int, group: int) -> list[tuple[int, int]]:
-    """Draft tokens, and nodes with probes, of the steps to choose from.
-
-    Args:
-        most: draft tokens that there are; the largest size takes them all.
-        group: probes under a node that has them.
-    """
-    found = []
-    for size in (*(size for size in SIZES[:-1] if size < most), min(most, SIZES[-1])):
-        counts = {0}
-        if group and not size:
-            counts = {0, 1}
-        elif group:  # under some of the nodes, or all; of those that are padded alike, the most
-            some = [*(n for n in (1, 2, 4, 8, 16, 32) if n <= size), size + 1]
-            alike = {bucket(n * group): n for n in some if width(1 + size, n * group) <= WIDEST}
-            counts = set(alike.values()) or counts
-        found += [(size, n) for n in sorted(counts)]
-    return found
-
-
-def step_shapes(group: int, lookup: bool) -> list[tuple[int, int]]:
-    """Nodes, and nodes with probes, of all steps that may be chosen where shapes recur.
-
-    Args:
-        group: probes under a node that has them.
-        lookup: whether lookups may be drafted alone, without probes.
-    """
-    found = []
-    for size in SIZES:
-        counts = {n for drafted, n in plans(size, group) if drafted == size}
-        found += [(1 + size, n) for n in sorted(counts | {0} if lookup else counts)]
-    return found
-
-
-def best_ends(probs: Array, parents: Array, count: int) -> Array:
-    """``(batch, nodes)`` bool, the up to ``count`` nodes per row where a step is likeliest to end.
-
-    Args:
-        probs: ``(batch, nodes)`` probability of each path; 0 for padding, which is left out.
-        parents: ``(batch, nodes)``
-    """
-    valid = probs > 0
-    ended = np.where(valid, ends(probs, parents), -1.0)
-    order = np.argsort(-ended, axis=1, kind="stable")[:, :count]
-    chosen = np.zeros_like(valid)
-    np.put_along_axis(chosen, order, True, axis=1)
-    return chosen & valid
-
-
-def ends(probs: Array, parents: Array) -> Array:
-    """``(batch, nodes)`` the probability that a step's accepted path ends at each node."""
-    ended, nodes = probs.copy(), probs.shape[1]
-    rows = np.arange(len(probs))[:, None]
-    np.subtract.at(ended, (rows, parents[:, 1:nodes]), probs[:, 1:])
-    return ended
-
-
-# -- How many draft tokens are grown, and how deep ------------------------------------------------
-
+#: Number of draft tokens of a step where it must not depend on time, and no option says it.
+DEFAULT_DRAFT_TOKENS = 8
+#: Depth of the deepest draft token by default, where levels take forwards.
+DEPTH = 8
 #: Steps without drafting until one drafts although that does not seem to pay, as the text changes.
 AGAIN = 64
 #: Number of draft tokens grown for the policy to choose from: mostly, and after a step that has
 #: taken so many.
 FEWEST, MOST = 15, 63
-#: The same where each level takes a forward.
+#: The same where levels take forwards.
 GROWN = 32
-#: Where levels take no forward, a tree ends at one whose paths are all less likely.
+#: Where levels take lookups, a tree ends at one whose paths are all less likely.
 UNLIKELY = math.log(0.01)
 
 
-def num_grown(taken: int) -> int:
+class LevelCost(Enum):
+    """What a level of a tree takes."""
+
+    #: All is there before trees grow.
+    NOTHING = "nothing"
+    #: What is there is looked up for each node.
+    LOOKUP = "lookup"
+    #: The first level takes a forward, which makes all.
+    FIRST = "first"
+    #: Each level takes a forward.
+    EACH = "each"
+
+    @property
+    def runs(self) -> bool:
+        """Whether levels take forwards."""
+        return self in (LevelCost.FIRST, LevelCost.EACH)
+
+    def forwards(self, levels: int) -> int:
+        """Forwards of so many levels."""
+        return {LevelCost.FIRST: min(levels, 1), LevelCost.EACH: levels}.get(self, 0)
+
+
+class Drafts(Protocol):
+    """What of a predictor decides how much it drafts.
+
+    Attributes:
+        depth: tokens after the next one that it predicts.
+        width: nodes of a level that go on; None for all.
+        siblings: draft tokens of a level, where one node of each goes on.
+        level_cost: what a level takes.
+        exactly: number of draft tokens, if it is given.
+        exit: what is learned of how deep they pay.
+        goes_on: decides in a way of its own whether trees go on.
+    """
+
+    depth: int
+    width: int | None
+    siblings: int
+    level_cost: LevelCost
+    exactly: int | None
+    exit: DraftExit | None
+
+    @property
+    def goes_on(self) -> GoesOn | None: ...
+
+
+class Amount(NamedTuple):
+    """How far the trees of a step grow.
+
+    Attributes:
+        tokens: number of draft tokens, at most.
+        depth: depth of the deepest.
+        goes_on: whether to draft the level after a frontier; None: always.
+    """
+
+    tokens: int
+    depth: int
+    goes_on: GoesOn | None = None
+
+
+def amount(
+    drafts: Drafts, taken: int, depth: int, active: Sequence[bool], cost: float | None,
+    reads: bool,
+) -> Amount:  # fmt: skip
+    """How far trees grow for the next step.
+
+    Args:
+        taken: nodes with tokens of the last step that drafted.
+        depth: of the deepest draft token that there may be.
+        active: unfinished rows.
+        cost: see :meth:`StepPolicy.draft_cost`.
+        reads: whether the host may read probabilities while trees grow. It may not in programs, nor
+            on a device that it runs ahead of: there, how deep trees are is decided before, by how
+            often tokens at each depth were right.
+    """
+    tokens, rule, takes = _num_tokens(drafts, taken), drafts.goes_on, drafts.level_cost
+    if not depth:
+        return Amount(tokens, 0)
+    if rule is not None:
+        return Amount(tokens, depth, ends_early(active, rule))
+    if takes.runs and cost is not None:
+        exit, each = drafts.exit, takes is LevelCost.EACH
+        assert exit is not None
+        if reads:
+            rule = exit.rule(cost, each)
+        else:
+            depth = exit.levels(depth, sum(active), cost, each)
+    elif takes is LevelCost.LOOKUP and reads:
+        rule = is_likely
+    return Amount(tokens, depth, None if rule is None else ends_early(active, rule))
+
+
+def recurring_amount(
+    drafts: Drafts, taken: int, active: Sequence[bool], cost: float | None, grows: bool
+) -> Amount:
+    """:func:`amount` where programs grow the trees: of few depths, as code is made for each;
+    ``grows``: whether trees are wanted."""
+    depth = drafts.depth if grows else 0
+    found = amount(drafts, taken, depth, active, cost, reads=False)
+    return found._replace(depth=min(bucket(found.depth), drafts.depth))
+
+
+def _num_tokens(drafts: Drafts, taken: int) -> int:
     """Number of draft tokens to grow after a step with so many nodes with tokens."""
+    if drafts.width == 1:
+        return drafts.siblings * drafts.depth
+    if drafts.exactly is not None:
+        return drafts.exactly
+    if drafts.level_cost.runs:
+        return GROWN
     return MOST if taken > FEWEST else FEWEST
 
 
+def fixed_size(num_draft_tokens: Any, timed: bool) -> int | None:
+    """Draft tokens of an adaptive tree in every step, by that option; None if the policy chooses
+    them, which it does not where nothing may depend on time."""
+    if num_draft_tokens != AUTO:
+        return int(num_draft_tokens)
+    return None if timed else DEFAULT_DRAFT_TOKENS
+
+
 def ends_early(active: Sequence[bool], goes_on: GoesOn) -> GoesOn:
-    """When the trees of a step end before they are as deep as they may be.
-
-    All predictors' rules are asked here, before each level, and read the probabilities of its
-    frontier. So they hold only where the host may read while trees grow. It may not in recorded and
-    compiled steps, nor in eager ones on a device that it runs ahead of: there, how deep trees are
-    is decided before, see :meth:`DraftExit.levels`; layer_skip alone reads there all the same.
-
-    Args:
-        active: unfinished rows; the rule gets the frontier of these alone.
-        goes_on: the rule.
-    """
+    """A rule that gets the frontier of unfinished rows alone."""
     rows = [row for row, on in enumerate(active) if on]
     if len(rows) == len(active):
         return goes_on
@@ -214,6 +252,89 @@ class DraftExit:
             return self.goes_on(frontier.depth + 1, paths, cost)
 
         return goes_on
+
+
+# -- What a policy may choose in a step, and where probes are worth most. Knows only numbers -------
+
+#: Numbers of draft tokens that a step may have. There are few, so that steps repeat: with the root,
+#: they are powers of two, to which compiled steps are padded anyway.
+SIZES = (0, 1, 3, 7, 15, 31, 63)
+#: Most step tokens per batch row of a step with probes.
+WIDEST = 64
+
+
+class Plan(NamedTuple):
+    """The plan of a step.
+
+    Attributes:
+        drafted: number of the tree's likeliest draft tokens to take.
+        probed: number of nodes with probes.
+    """
+
+    drafted: int = 0
+    probed: int = 0
+
+
+def width(tokens: int, probes: int) -> int:
+    """The size of a step by which its time is known: nodes with tokens and probes, per row."""
+    return bucket(tokens) + bucket(probes)
+
+
+def plans(most: int, group: int) -> list[tuple[int, int]]:
+    """Draft tokens, and nodes with probes, of the steps to choose from.
+
+    Args:
+        most: draft tokens that there are; the largest size takes them all.
+        group: probes under a node that has them.
+    """
+    found = []
+    for size in (*(size for size in SIZES[:-1] if size < most), min(most, SIZES[-1])):
+        counts = {0}
+        if group and not size:
+            counts = {0, 1}
+        elif group:  # under some of the nodes, or all; of those that are padded alike, the most
+            some = [*(n for n in (1, 2, 4, 8, 16, 32) if n <= size), size + 1]
+            alike = {bucket(n * group): n for n in some if width(1 + size, n * group) <= WIDEST}
+            counts = set(alike.values()) or counts
+        found += [(size, n) for n in sorted(counts)]
+    return found
+
+
+def step_shapes(group: int, lookup: bool) -> list[tuple[int, int]]:
+    """Nodes, and nodes with probes, of all steps that may be chosen where shapes recur.
+
+    Args:
+        group: probes under a node that has them.
+        lookup: whether lookups may be drafted alone, without probes.
+    """
+    found = []
+    for size in SIZES:
+        counts = {n for drafted, n in plans(size, group) if drafted == size}
+        found += [(1 + size, n) for n in sorted(counts | {0} if lookup else counts)]
+    return found
+
+
+def best_ends(probs: Array, parents: Array, count: int) -> Array:
+    """``(batch, nodes)`` bool, the up to ``count`` nodes per row where a step is likeliest to end.
+
+    Args:
+        probs: ``(batch, nodes)`` probability of each path; 0 for padding, which is left out.
+        parents: ``(batch, nodes)``
+    """
+    valid = probs > 0
+    ended = np.where(valid, ends(probs, parents), -1.0)
+    order = np.argsort(-ended, axis=1, kind="stable")[:, :count]
+    chosen = np.zeros_like(valid)
+    np.put_along_axis(chosen, order, True, axis=1)
+    return chosen & valid
+
+
+def ends(probs: Array, parents: Array) -> Array:
+    """``(batch, nodes)`` the probability that a step's accepted path ends at each node."""
+    ended, nodes = probs.copy(), probs.shape[1]
+    rows = np.arange(len(probs))[:, None]
+    np.subtract.at(ended, (rows, parents[:, 1:nodes]), probs[:, 1:])
+    return ended
 
 
 # -- Decides how much to draft in each step: draft tokens, probes, or a plain step -----------------

@@ -15,8 +15,8 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.draft.grow import Expands, GoesOn
 from hf_spec.draft.learned import Calibration
-from hf_spec.draft.options import AUTO, DraftOptions, fixed_size
-from hf_spec.draft.policy import DraftExit, num_grown
+from hf_spec.draft.options import AUTO, DraftOptions
+from hf_spec.draft.policy import DraftExit, LevelCost, fixed_size
 from hf_spec.draft.state import DecodeState
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.target.hidden_states import Predicted, Reads
@@ -49,6 +49,8 @@ class Predictor(FollowsRows, Holds):
         runs: what drafting runs: nothing, :data:`MODULES` or :data:`FORWARDS`.
         depth: how many tokens after the next one it predicts.
         width: nodes of a level that go on, the likeliest ones; None for all.
+        siblings: draft tokens of a level, if ``width`` is 1.
+        level_cost: what a level takes; by it the policy decides how many are drafted.
         static: the tree of each state, that is, for each number of predicted tokens; None for trees
             that grow by probabilities.
         weighs: whether trees use the probabilities of predictions; otherwise only their order.
@@ -85,6 +87,8 @@ class Predictor(FollowsRows, Holds):
     runs: ClassVar[str] = MODULES
     depth: int
     width: int | None = None
+    siblings: int = 1
+    level_cost: LevelCost = LevelCost.NOTHING
     static: TreeStates | None = None
     weighs: bool = True
     exactly: int | None = None
@@ -148,7 +152,7 @@ class Predictor(FollowsRows, Holds):
     def start(self, state: DecodeState) -> None:
         """Called once, before the prompt's :meth:`advance`."""
         self.exactly = fixed_size(self.options.num_draft_tokens, state.timed)
-        runs = self.runs == FORWARDS
+        runs = self.level_cost.runs
         # Where nothing may depend on time, nor may drafts depend on earlier calls.
         if state.timed and self.weighs and (runs or self.policy_chooses):
             key = DraftExit, *self.key, self.depth, state.do_sample  # sampled text is harder
@@ -180,15 +184,11 @@ class Predictor(FollowsRows, Holds):
         given, its trees, which are chains, get these tokens."""
         return None
 
-    def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
-        """How deep the trees of an eager step grow, at most so deep, and what decides before each
-        level whether they go on, see :func:`ends_early`; None if nothing does, or the host must not
-        read."""
-        return depth, None
-
-    def num_grown(self, taken: int) -> int:
-        """Number of draft tokens that are grown, after a step with so many nodes with tokens."""
-        return self.exactly or num_grown(taken)
+    @property
+    def goes_on(self) -> GoesOn | None:
+        """Decides before each level of an eager step, in a way of its own, whether trees go on, by
+        reading its frontier; None to leave it to the policy, see :func:`amount`."""
+        return None
 
     def finish(self) -> None:
         """Discard what a tree that has grown leaves behind."""
@@ -220,10 +220,6 @@ class Predictor(FollowsRows, Holds):
         """Whether :meth:`advance` can be part of a step with these trees; ``grows``: whether trees
         of the next step are wanted."""
         return grows
-
-    def num_levels(self, state: DecodeState, grows: bool) -> int:
-        """How deep the trees of the next step are, where a program grows them."""
-        return self.depth
 
     def reserve(self, tree: Tree, levels: int) -> None:
         """Make room for a step with these trees and a tree of so many levels, so that buffers stay

@@ -20,6 +20,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.draft.draft_cache import Rows
 from hf_spec.draft.grow import Frontier
 from hf_spec.draft.options import key_of
+from hf_spec.draft.policy import LevelCost
 from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.weights import device_of, input_features, output_features
@@ -200,7 +201,7 @@ class Eagle3Predictor(NetworkPredictor):
 
     def __init__(self, model: Any, options: Eagle3Options, adapter: Any):
         network = Eagle3Network(model, adapter)
-        self.forward_per_level = network.masks is None
+        self.level_cost = LevelCost.EACH if network.masks is None else LevelCost.FIRST
         self._all: Tensor | None = None  # (batch, depth, tokens) logits of all distances
         super().__init__(
             model, options, network, Reads("committed", tuple(adapter.config.layers)),
@@ -208,7 +209,7 @@ class Eagle3Predictor(NetworkPredictor):
         )  # fmt: skip
 
     def level(self, frontier: Frontier) -> Tensor:
-        if self.forward_per_level:
+        if self.level_cost is LevelCost.EACH:
             return super().level(frontier)
         if not frontier.depth:
             self._all = self._of_all_distances()

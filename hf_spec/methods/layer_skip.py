@@ -29,7 +29,7 @@ from hf_spec.core.tree import Row, Tree
 from hf_spec.core.verify import HostResult, sample
 from hf_spec.draft.grow import Children, Frontier, GoesOn
 from hf_spec.draft.options import AUTO, DraftOptions, key_of, samples_drafts
-from hf_spec.draft.policy import DraftExit
+from hf_spec.draft.policy import DraftExit, LevelCost
 from hf_spec.draft.predictor import FORWARDS, Predictor
 from hf_spec.draft.state import DecodeState
 from hf_spec.methods.registry import Method
@@ -293,8 +293,8 @@ class LayerSkipPredictor(Predictor):
 
     can_sample = True
     unused = ("tree", "max_depth")
-    width = 1
-    runs = FORWARDS
+    width, siblings = 1, RANKS
+    runs, level_cost = FORWARDS, LevelCost.EACH
     outside = "what a drafting forward says decides whether there is another"
     options: LayerSkipOptions
     drafting: Changes
@@ -331,11 +331,9 @@ class LayerSkipPredictor(Predictor):
     def catch_up(self, state: DecodeState) -> None:
         self._stage = Stage(self, state)
 
-    def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
-        return depth, self._stage.goes_on
-
-    def num_grown(self, taken: int) -> int:
-        return RANKS * self.depth
+    @property
+    def goes_on(self) -> GoesOn:
+        return self._stage.goes_on
 
     def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Stage:
         self._stage.noise = noise

@@ -12,21 +12,18 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.checks import MAX_DRAFT_TOKENS, count, setting
-from hf_spec.core.device import bucket, is_async, to_device
+from hf_spec.core.device import bucket, to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.draft.draft_cache import DraftCache, Rows, committed, whole
-from hf_spec.draft.grow import Children, Frontier, GoesOn, extended
+from hf_spec.draft.grow import Children, Frontier, extended
 from hf_spec.draft.options import ADAPTIVE, CHAIN, DraftOptions
-from hf_spec.draft.policy import GROWN, DraftExit
+from hf_spec.draft.policy import DEPTH, LevelCost
 from hf_spec.draft.predictor import FORWARDS, Predictor
 from hf_spec.draft.state import DecodeState
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.target.hidden_states import Reads, captured, gather_hidden
 from hf_spec.target.noise import as_sampled
-
-#: Depth of the deepest draft token by default.
-DEPTH = 8
 
 
 @dataclass(frozen=True)
@@ -49,16 +46,12 @@ class LevelPredictor(Predictor):
 
     Args:
         key: the drafter, its adapter and options: what is learned of its drafts is kept by it.
-
-    Attributes:
-        forward_per_level: whether each level takes a forward of its own, and not only the first.
     """
 
     trees = {CHAIN: None}
     runs = FORWARDS
-    forward_per_level: bool = True
+    level_cost = LevelCost.EACH
     width: int
-    exit: DraftExit
 
     def __init__(self, model: Any, options: GrowOptions, key: tuple[Hashable, ...]):
         super().__init__(model, options)
@@ -78,26 +71,6 @@ class LevelPredictor(Predictor):
         if self.cache is not None:
             self.cache.rollback()
         self._block = self._after = None
-
-    def num_grown(self, taken: int) -> int:
-        return self.depth if self.width == 1 else self.exactly or GROWN
-
-    def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
-        cost = state.draft_cost
-        if cost is None:
-            return depth, None
-        if is_async(state.root.device):
-            return self.exit.levels(depth, sum(state.active), cost, self.forward_per_level), None
-        return depth, self.exit.rule(cost, self.forward_per_level)
-
-    def num_levels(self, state: DecodeState, grows: bool) -> int:
-        levels = 0
-        if grows:
-            rows, cost = sum(state.active), state.draft_cost
-            levels = self.exit.levels(self.depth, rows, cost, self.forward_per_level)
-        levels = min(bucket(levels), self.depth)  # few numbers, as code is made for each
-        state.stats.num_draft_forwards += levels if self.forward_per_level else min(levels, 1)
-        return levels
 
     def chain_after(self, root: Tensor) -> list[int]:
         """The likeliest token of each level, after the root of a sequence, ``(1, 1)``."""
@@ -128,7 +101,7 @@ class Levels:
 
     def expand(self, frontier: Frontier) -> Children:
         predictor, depth = self.predictor, frontier.depth
-        predictor.forwards += predictor.forward_per_level or not depth
+        predictor.forwards += predictor.level_cost is LevelCost.EACH or not depth
         logits, ids = predictor.level(frontier).float(), predictor.token_ids
         if self.noise is not None:
             logits = as_sampled(logits, self.noise[:, depth, None].to(logits))

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import find_active
-from hf_spec.core.device import is_async, to_device
+from hf_spec.core.device import to_device
 from hf_spec.core.memory import locked, recall
 from hf_spec.core.rows import Holds
 from hf_spec.core.shapes import TreeStates
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.draft.grow import Children, Expands, Frontier, GoesOn
+from hf_spec.draft.grow import Children, Expands, Frontier
 from hf_spec.draft.options import ADAPTIVE, CHAIN
-from hf_spec.draft.policy import is_likely
+from hf_spec.draft.policy import LevelCost
 from hf_spec.draft.predictor import Predictor
 from hf_spec.draft.state import DecodeState
 from hf_spec.modeling_patches.weights import made_anew, vocabulary
@@ -231,6 +231,7 @@ class RecyclingPredictor(Predictor):
     unused = ("recycle",)
     trees = {CHAIN: chain_tree}
     runs = ""
+    level_cost = LevelCost.LOOKUP
     held = (*Predictor.held, "table")
     per_row = ("_before",)
 
@@ -313,9 +314,6 @@ class RecyclingPredictor(Predictor):
         last = result.counts[:, None] + torch.arange(ORDERS - 1, device=text.device)
         self._before = text.gather(1, last)
 
-    def limits(self, state: DecodeState, depth: int) -> tuple[int, GoesOn | None]:
-        return depth, None if is_async(state.root.device) else is_likely
-
     def release(self) -> list[Tensor]:
         if self._spare is not None and self.table is not None:
             self._spare.append(self.table)
@@ -323,9 +321,6 @@ class RecyclingPredictor(Predictor):
 
     def ready(self, tree: Tree, grows: bool) -> bool:
         return True
-
-    def num_levels(self, state: DecodeState, grows: bool) -> int:
-        return self.depth if grows else 0
 
     def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Successors:
         assert self.table is not None and self._before is not None
