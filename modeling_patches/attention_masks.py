@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_spec.core.device import Ragged
 from hf_spec.modeling_patches.fingerprint import is_users_attention
 from hf_spec.modeling_patches.per_call import Changes, Replaceable, step_aside
 from hf_spec.modeling_patches.weights import placement
@@ -172,6 +173,8 @@ class TreeAttention:
         locals: what each kind of layer sees (None = all), keyed as the model's forward wants its
             masks; a single entry "" where it wants one mask.
         packs: whether masks of trees are packed, see :func:`unpacked`.
+        takes_ragged: whether queries may come without padding.
+        ragged: those of the running forward, if they do. Keys, values and masks have padding.
         changes: the changes that forwards run with.
 
     Raises:
@@ -183,6 +186,8 @@ class TreeAttention:
         step_aside(model)
         self.locals = local_attention(model)
         self.changes = Changes()
+        self.takes_ragged = False
+        self.ragged: Ragged | None = None
         current = _text(model)._attn_implementation
         users = is_users_attention(current)
         #: Whether masks stay boolean: those of a user's function that takes the masks of sdpa.
@@ -209,7 +214,8 @@ class TreeAttention:
             if not isinstance(stock, Replaceable):
                 stock = Replaceable(AttentionInterface, current, stock)
                 AttentionInterface.register(current, stock)
-            self.changes.instead(AttentionInterface, current, attend)
+            self.changes.instead(AttentionInterface, current, self._attend)
+            self.takes_ragged = not _chooses_keys(model)
             if current != "sdpa":
                 _warn_switched(current)
         elif current != "sdpa":
@@ -218,6 +224,16 @@ class TreeAttention:
                 f"{type(model).__name__} chooses its attention when it is built: load it with "
                 "attn_implementation='sdpa' or 'eager'."
             )
+
+    def _attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """:func:`attend` with queries ``(1, heads, tokens, dim)`` where they are :attr:`ragged`."""
+        ragged = self.ragged
+        if ragged is None:
+            return attend(module, query, key, value, *args, **kwargs)
+        output, weights = attend(module, ragged.pad_heads(query), key, value, *args, **kwargs)
+        return ragged.unpad(output), weights
 
     def convert(self, masks: dict[str, Tensor], dtype: torch.dtype) -> Any:
         """Masks, boolean (True = attend) or packed, keyed like ``locals`` -> the forward's
@@ -263,13 +279,18 @@ def check_attention(model: Any) -> None:
         )
 
 
+def _chooses_keys(model: Any) -> bool:
+    """Whether a model's attention is indexed: it chooses the keys that each query sees."""
+    layers = DynamicCache(config=_text(model)).layers
+    return any(type(layer).__name__ == "DynamicIndexedLayer" for layer in layers)
+
+
 def _no_kernel(model: Any) -> str | None:
     """Why trees of a model cannot run in the kernel; None if they can."""
     name, device = type(model).__name__, placement(model).device
     if "ALL_ATTENTION_FUNCTIONS" not in vars(sys.modules[type(model).__module__]):
         return f"{name} has attention of its own"
-    kinds = {type(layer).__name__ for layer in DynamicCache(config=_text(model)).layers}
-    if "DynamicIndexedLayer" in kinds:
+    if _chooses_keys(model):
         return f"{name} chooses the keys that each query sees"
     if importlib.util.find_spec("triton") is None:
         return "its kernel needs Triton (pip install triton), which is not installed"

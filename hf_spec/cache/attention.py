@@ -92,13 +92,16 @@ class AttentionLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Write ``(batch, kv_heads, n, head_dim)`` states; return views up to the last slot used.
 
-        Inside a block the slots are those of :meth:`TreeCache.begin`; outside, states are appended,
+        Inside a block the slots are those of :meth:`TreeCache.begin`, and states may be without
+        padding: ``(1, kv_heads, tokens, head_dim)``; outside, states are appended,
         and of a layer with a window what its queries see is returned in order, as a copy.
         Non-finite values become 0. A masked slot has weight 0, and 0 times NaN or infinity is NaN.
         """
+        block = self.cache.block
+        if block is not None and block.ragged is not None:
+            key_states, value_states = map(block.ragged.pad_heads, (key_states, value_states))
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        block = self.cache.block
         if block is None:
             if len(key_states) != self.cache.batch_size:
                 raise ValueError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from hf_spec.core.device import to_device
+from hf_spec.core.device import Ragged, to_device
 from hf_spec.core.tree import Tree
 from hf_spec.modeling_patches.linear_attention import CONV, Kept, Rule, Step, recurrent_rules
 from hf_spec.modeling_patches.support import one_token
@@ -370,6 +370,7 @@ class OpenBlock(NamedTuple):
     front: bool = False  # whether attention sees the front slots, too
     tree: Tree | None = None  # the nodes; None where plain generation appends tokens
     first: int = 0  # nodes of the tree that are written before this block
+    ragged: Ragged | None = None  # the nodes, if the forward leaves padding out
 
 
 class StatefulCache(Cache):

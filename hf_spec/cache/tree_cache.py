@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from hf_spec.cache.attention import Allocator, AttentionLayer, AttentionStates, aligned, signature
 from hf_spec.cache.recurrent import OpenBlock, RecurrentStates, StatefulCache
 from hf_spec.core import mask as masks
-from hf_spec.core.device import to_device
+from hf_spec.core.device import Ragged, to_device
 from hf_spec.core.tree import Tree
 from hf_spec.modeling_patches.fingerprint import origin
 from hf_spec.modeling_patches.linear_attention import Rule
@@ -164,7 +164,10 @@ class TreeCache(StatefulCache):
         self.states.reserve(self.max_length + nodes, nodes, lambda: self.lengths + first)
         self._write(nodes)
 
-    def begin(self, tree: Tree, first: int = 0, front: bool = False, plain: bool = False) -> int:
+    def begin(
+        self, tree: Tree, first: int = 0, front: bool = False, plain: bool = False,
+        ragged: Ragged | None = None,
+    ) -> int:  # fmt: skip
         """Open a block: the next forward writes nodes of a tree after each row's tokens.
 
         Args:
@@ -173,6 +176,7 @@ class TreeCache(StatefulCache):
                 has written those before.
             front: let attention see the front slots, too.
             plain: let recurrent layers run their own code if the tree is a root.
+            ragged: the nodes, if the forward leaves padding out.
 
         Returns:
             The number of slots that attention sees (the mask's last dimension), without the front
@@ -186,7 +190,7 @@ class TreeCache(StatefulCache):
             steps = torch.arange(first, tree.num_nodes, device=self.lengths.device)
             start, slots = 0, self.lengths[:, None] + steps
         end = min(aligned(end), self.capacity)
-        self.block = OpenBlock(start, slots, end, front, tree, first)
+        self.block = OpenBlock(start, slots, end, front, tree, first, ragged)
         if self.recurrent is not None:
             alone = tree.num_nodes == 1 and not first
             self.recurrent.begin(partial(_visible, tree, first), first, plain and alone)

@@ -1,7 +1,7 @@
 """Sizes and transfers of what a step hands to the device."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -34,6 +34,48 @@ def all_to_device(arrays: Sequence[Any], device: torch.device | str) -> list[Ten
 def is_async(device: torch.device) -> bool:
     """Whether a host that reads a tensor of this device waits for the work queued there."""
     return device.type != "cpu"
+
+
+# -- Rows of different lengths without padding -----------------------------------------------------
+
+
+class Ragged(NamedTuple):
+    """The tokens of a padded batch without its padding, one row's after the other's, as one row.
+
+    Attributes:
+        index: ``(tokens,)`` int64, the place of each of them in the flattened batch.
+        places: ``(batch, length)`` int64, which token is at each place of the batch; the first one
+            stands at padding.
+    """
+
+    index: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], length: int, device: torch.device) -> Self:
+        """That of rows with so many tokens each, padded behind them to ``length``."""
+        real = np.arange(length) < np.array(lengths)[:, None]
+        index = np.flatnonzero(real)
+        places = np.where(real, real.cumsum().reshape(real.shape) - 1, 0)
+        return cls(*all_to_device([index, places], device))
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """``(batch, length, ...)`` as ``(1, tokens, ...)``."""
+        return padded.flatten(0, 1).index_select(0, self.index.to(padded.device))[None]
+
+    def pad(self, tokens: Tensor) -> Tensor:
+        """``(1, tokens, ...)`` as ``(batch, length, ...)``."""
+        places = self.places.to(tokens.device)
+        return tokens[0].index_select(0, places.flatten()).unflatten(0, places.shape)
+
+    def at(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """``(batch, ...)`` of ``(1, tokens, ...)``, at one place ``(batch,)`` of each row."""
+        rows = torch.arange(len(places), device=places.device)
+        return tokens[0, self.places.to(places.device)[rows, places]]
+
+    def pad_heads(self, tokens: Tensor) -> Tensor:
+        """``(1, heads, tokens, dim)`` as ``(batch, heads, length, dim)``."""
+        return self.pad(tokens.transpose(1, 2)).transpose(1, 2)
 
 
 # -- Recurring sizes: code is compiled for each shape ----------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_spec.core.device import all_to_device, to_device
+from hf_spec.core.device import Ragged, all_to_device, to_device
 from hf_spec.core.shapes import ProbeGroup, ProbeLayout, TokenTree, depths_of
 from hf_spec.threads import cached_property
 
@@ -107,6 +107,10 @@ class HostTree(NamedTuple):
 # before their children. *Probes* come last: nodes that cannot be accepted, with learned embeddings
 # in place of token embeddings (:mod:`.probes`). What a node sees, its ``ancestors``, is the one
 # fact derived from the rest: the attention mask and the verification both read it.
+
+
+#: Share of a batch's places with a node, below which its padding is worth leaving out.
+RAGGED = 7 / 8
 
 
 class TreeTensors(NamedTuple):
@@ -334,6 +338,17 @@ class Tree:
         return max(self.row_depths)
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether much of it is padding of rows with fewer nodes than others."""
+        real = self.batch_size + sum(self.row_sizes)
+        return not self.num_probes and real <= RAGGED * self.batch_size * self.num_tokens
+
+    def ragged(self) -> Ragged:
+        """Its nodes without padding; the trees have no probes."""
+        lengths = [1 + size for size in self.row_sizes]
+        return Ragged.of(lengths, self.num_tokens, self.device)
+
+    @property
     def is_chain(self) -> bool:
         """Whether every row is known to be a chain."""
         return self.host is not None and self.row_depths == self.row_sizes
@@ -510,14 +525,16 @@ class Tree:
         source = self if self._is_made else self.source
         return dataclasses.replace(self, usable=usable, source=source)
 
-    def likeliest(self, count: int) -> Tree:
-        """The ``count`` likeliest draft tokens of ranked trees without probes."""
-        nodes, host = count + 1, self.host
-        if nodes >= self.num_nodes:
+    def likeliest(self, counts: Sequence[int]) -> Tree:
+        """So many of the likeliest draft tokens of each row of ranked trees without probes."""
+        sizes = [min(size, count) for size, count in zip(self.row_sizes, counts)]
+        nodes, host = max(sizes) + 1, self.host
+        if nodes >= self.num_nodes and sizes == [*self.row_sizes]:
             return self
         assert host is not None
         host = HostTree(*(part[:, :nodes] for part in host))
-        sizes = [min(size, count) for size in self.row_sizes]
+        real = _real(nodes, sizes)
+        host = host._replace(probs=host.probs * real, parents=host.parents * real)
         usable = None if self.usable is None else self.usable[:, :nodes]
         return Tree.of_host(host, sizes, self.device, usable=usable, ranked=True)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from hf_spec.core import verify
-from hf_spec.core.device import bucket, is_async, to_device
+from hf_spec.core.device import Ragged, bucket, is_async, to_device
 from hf_spec.core.memory import RUNNING
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
@@ -145,11 +145,14 @@ class Acceptance:
         key = "typical", key, limits, self.do_sample
         return VerifyProgram(key, accept, [*context, *drawn])
 
-    def __call__(self, tree: Tree, logits: Tensor, unfinished: list[bool]) -> StepResult:
-        """Choose the accepted path of every row that is unfinished, by logits ``(batch, tokens,
-        vocab)`` of the model."""
+    def __call__(
+        self, tree: Tree, logits: Tensor, unfinished: list[bool], ragged: Ragged | None = None
+    ) -> StepResult:
+        """Choose the accepted path of every row that is unfinished, by logits of the model
+        ``(batch, tokens, vocab)``, or without the padding of ``ragged`` nodes."""
         if self.matches(tree):
-            return verify.greedy(tree, logits)
+            likeliest = verify.likeliest(logits)
+            return verify.match(tree, likeliest if ragged is None else ragged.pad(likeliest))
         stateful = bool(self.scorer.stateful)
         eos = self.scorer.sequences.eos
         if stateful and eos:
@@ -160,11 +163,11 @@ class Acceptance:
         self._drawn_for = logits.shape[-1], logits.device
         # Of a root alone the rule says nothing; that of the prompt is no token of the text.
         if self.options.acceptance == "typical" and tree.num_tokens > 1:
-            return self._typical(tree, logits)
+            return self._typical(tree, logits if ragged is None else ragged.pad(logits))
         active = to_device(unfinished, logits.device)
         # A processor with a state must not be called for more tokens than are accepted.
         early_exit = stateful or not is_async(logits.device)
-        score = self._along_path(tree.drafted, logits)
+        score = self._along_path(tree.drafted, logits, ragged)
 
         def known(active: Tensor) -> list[bool]:
             """The rows that go on: all that are unfinished, if the host does not ask."""
@@ -190,10 +193,12 @@ class Acceptance:
             return verify.sample(scores.softmax(-1))
         return self.noise.choose(scores, depth, [row for row, on in enumerate(rows) if on])
 
-    def _along_path(self, tree: Tree, logits: Tensor) -> Callable[[Tensor, Sequence[bool]], Tensor]:
+    def _along_path(
+        self, tree: Tree, logits: Tensor, ragged: Ragged | None
+    ) -> Callable[[Tensor, Sequence[bool]], Tensor]:
         """A function that gives processed scores ``(batch, vocab)`` at one node ``(batch,)`` of
         each of some rows, to be called along the accepted path, from the root."""
-        batch = torch.arange(len(logits), device=logits.device)
+        batch = torch.arange(tree.batch_size, device=logits.device)
         suffix: Tensor | None = None
 
         def score(nodes: Tensor, rows: Sequence[bool]) -> Tensor:
@@ -203,7 +208,8 @@ class Acceptance:
             else:
                 suffix = torch.cat([suffix, tree.tokens.gather(1, nodes[:, None])], 1)
             # A float32 copy, as in plain generation: processors may modify it.
-            scores = logits[batch, nodes].to(torch.float32, copy=True)
+            found = logits[batch, nodes] if ragged is None else ragged.at(logits, nodes)
+            scores = found.to(torch.float32, copy=True)
             raw = scores.clone() if self.records else scores
             processed = self.scorer(scores, suffix, rows)
             if self.records:

@@ -92,7 +92,7 @@ class DeviceStep:
                 state.target, tree, pruning=drafter.pruning, verify=rule, after=joined
             )
         with self.watch.phase("verify"):
-            ran = self._verified(output, accept or self.acceptance)
+            ran = self._verified(output, accept)
         if program is None or ran.drafted:
             return ran
         if program.reads_cache and not ran.in_place:
@@ -106,12 +106,18 @@ class DeviceStep:
             return ran._replace(drafted=draft())
 
     def _verified(
-        self, output: Output, choose: Callable[[Tree, Tensor, list[bool]], StepResult]
+        self, output: Output, accept: Callable[[Tree, Tensor, list[bool]], StepResult] | None
     ) -> Ran:
-        """A forward's output with its result, which ``choose`` makes if no program has; its bonus
-        tokens are the new roots."""
+        """A forward's output with its result, which ``accept``, or else the call's rule, makes if
+        no program has; its bonus tokens are the new roots."""
         state, in_place = self.state, output.result is not None
-        result = output.result or choose(output.tree, output.logits, state.active)
+        found = output.tree, output.logits, state.active
+        if output.result is not None:
+            result = output.result
+        elif accept is not None:
+            result = accept(*found)
+        else:
+            result = self.acceptance(*found, output.ragged)
         state.root = result.bonus.to(state.root.device)
         return Ran(output, result, in_place, output.drafted)
 
@@ -248,7 +254,8 @@ class Steps:
         else:
             tree = self.strategy.run(drafter.propose, state)
             tree = merged(tree, lookups) if lookups else tree
-        tree, probed = policy.choose(tree, state.active, limits, len(drafter.group))
+        group, unpads = len(drafter.group), state.target.unpads
+        tree, probed = policy.choose(tree, state.active, limits, group, unpads)
         if probed is not None:
             tree = drafter.attach_probes(tree, (probed * drafter.depth).tolist())
         return tree.within(limits), False

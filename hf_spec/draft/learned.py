@@ -169,12 +169,12 @@ class StepTimes:
     """
 
     pace: float = 1.0
-    sizes: dict[int, MeanTime] = field(default_factory=dict)
+    sizes: dict[float, MeanTime] = field(default_factory=dict)
     drafting: MeanTime = field(default_factory=MeanTime)
     drafted: MeanTime = field(default_factory=MeanTime)
 
     def observe(
-        self, size: int, seconds: float, drafting: float | None = None, forwards: int = 0
+        self, size: float, seconds: float, drafting: float | None = None, forwards: int = 0
     ) -> None:
         """Learn from a finished step.
 
@@ -196,13 +196,13 @@ class StepTimes:
         if known:
             self.pace *= ratio(seconds, self.pace * known) ** PACE_ALPHA
 
-    def mean(self, size: int) -> float | None:
+    def mean(self, size: float) -> float | None:
         """The mean time of a size at the current pace; None while unknown."""
         one = self.sizes.get(size)
         return None if one is None or one.mean is None else self.pace * one.mean
 
     @property
-    def means(self) -> dict[int, float]:
+    def means(self) -> dict[float, float]:
         """All known mean times at the current pace, by size."""
         found = {size: self.mean(size) for size in sorted(self.sizes)}
         return {size: mean for size, mean in found.items() if mean is not None}
@@ -222,7 +222,7 @@ class StepTimes:
         wanted = np.asarray(sizes, float)
         return np.interp(wanted, known, rising) + self.slope * np.maximum(wanted - known[-1], 0)
 
-    def seconds(self, size: int) -> float | None:
+    def seconds(self, size: float) -> float | None:
         """The time of a size, known or not; None while fewer than two are known."""
         found = self.curve([size])
         return self.mean(size) if found is None else float(found[0])
@@ -263,7 +263,7 @@ class StepTimes:
         return replace(StepTimes.guessed(guesses), drafting=drafting, drafted=drafted)
 
     @classmethod
-    def guessed(cls, seconds: dict[int, float]) -> StepTimes:
+    def guessed(cls, seconds: dict[float, float]) -> StepTimes:
         """Known times by size, used until steps of these sizes are observed."""
         return cls(sizes={size: MeanTime(spent) for size, spent in seconds.items()})
 

@@ -259,6 +259,8 @@ class DraftExit:
 #: Numbers of draft tokens that a step may have. There are few, so that steps repeat: with the root,
 #: they are powers of two, to which compiled steps are padded anyway.
 SIZES = (0, 1, 3, 7, 15, 31, 63)
+#: Nodes per row, on average, of a step in which the draft tokens of all rows compete.
+AVERAGES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
 #: Most step tokens per batch row of a step with probes.
 WIDEST = 64
 
@@ -298,6 +300,21 @@ def plans(most: int, group: int) -> list[tuple[int, int]]:
             counts = set(alike.values()) or counts
         found += [(size, n) for n in sorted(counts)]
     return found
+
+
+def shares(probs: Array, total: int) -> list[int]:
+    """How many draft tokens each row takes, if the ``total`` likeliest of all rows are taken.
+
+    Args:
+        probs: ``(batch, nodes)`` probability of each path, likeliest first but for some that cannot
+            be accepted, which have 0, as has padding.
+    """
+    rows, nodes = probs.shape
+    order = np.argsort(-probs[:, 1:], axis=None, kind="stable")[:total]
+    chosen = np.zeros((rows, nodes - 1), int)
+    chosen.flat[order] = 1 + order % max(nodes - 1, 1)
+    taken: list[int] = (chosen * (probs[:, 1:] > 0)).max(1, initial=0).tolist()
+    return taken
 
 
 def step_shapes(group: int, lookup: bool) -> list[tuple[int, int]]:
@@ -378,8 +395,9 @@ class StepPolicy:
         self._key, self._recorded = setting, recorded or _recorded(setting) in learned.settings
         self.setting = self._own()
         self._drafts = False  # whether this step's trees were chosen
+        self._competed = False  # whether rows have competed for them
         self._before = 0.0, 0  # seconds of drafting, and forwards
-        self._steps: Counter[tuple[int, int]] = Counter()
+        self._steps: Counter[tuple[float, float]] = Counter()
         if enabled:
             self.begin()
 
@@ -397,7 +415,7 @@ class StepPolicy:
         """What is known of steps of this kind."""
         return self.learned.setting(_recorded(self._key) if self._recorded else self._key)
 
-    def _turn(self, recorded: bool, size: int, seconds: float) -> None:
+    def _turn(self, recorded: bool, size: float, seconds: float) -> None:
         """Go by the times of steps that are recorded, or by those of eager ones, as this one is. It
         tells how much faster others will be that are not recorded yet."""
         before, self._recorded = self.setting.times, recorded
@@ -415,7 +433,7 @@ class StepPolicy:
         self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
         plain = self.enabled and self.setting.times_plain() or self.paused and not lookup
         self.stats.num_plain_steps += plain
-        self._drafts = False
+        self._drafts = self._competed = False
         return not plain
 
     @property
@@ -436,7 +454,12 @@ class StepPolicy:
 
     @locked
     def choose(
-        self, tree: Tree, active: Sequence[bool], limits: Sequence[int], group: int = 0
+        self,
+        tree: Tree,
+        active: Sequence[bool],
+        limits: Sequence[int],
+        group: int = 0,
+        unpads: bool = False,
     ) -> tuple[Tree, Array | None]:
         """Reduce the trees to the draft tokens that the step takes.
 
@@ -446,6 +469,8 @@ class StepPolicy:
             active: unfinished rows.
             limits: depth of the deepest draft token that each row can use.
             group: number of probes under a node that has them.
+            unpads: whether padding of trees that are smaller than others takes no time. The draft
+                tokens of all rows then compete for the step's places.
 
         Returns:
             The trees, and ``(batch, nodes)`` bool, the nodes that get probes; None if none does.
@@ -455,8 +480,12 @@ class StepPolicy:
             return tree, None
         deep = np.where(active, limits, -1)[:, None]
         probs = np.where(host.depths <= deep, host.probs, 0.0)
-        plan = self._best(probs, host.parents, 0 if self.paused else group)
-        tree = tree.likeliest(plan.drafted)
+        group = 0 if self.paused else group
+        self._competed = unpads and tree.batch_size > 1 and not group
+        if self._competed:
+            return tree.likeliest(shares(probs, self._most_valuable(probs))), None
+        plan = self._best(probs, host.parents, group)
+        tree = tree.likeliest([plan.drafted] * len(probs))
         if not plan.probed:
             return tree, None
         nodes = tree.num_tokens
@@ -469,15 +498,11 @@ class StepPolicy:
         live, most = float(sums[0]), int(np.flatnonzero(sums > 0).max(initial=0))
         expected: list[float] = sums.cumsum().tolist()
         choices = plans(most, group)
-        costs = setting.times.curve([width(1 + size, n * group) for size, n in choices])
-        if setting.sizes_to_time or costs is None:
-            size = setting.sizes_to_time.popleft() if setting.sizes_to_time and most else SIZES[2]
-            size = min(size, most)
+        costs = self._costs([width(1 + size, n * group) for size, n in choices], live)
+        if costs is None:
+            size = min(self._to_time(most), most)
             probed = next(n for drafted, n in reversed(choices) if drafted <= size)
             return Plan(size, probed)
-        plain = setting.times.plain_seconds()
-        # What the time of a step would otherwise yield, in tokens.
-        costs *= setting.rate.value or live / max(plain or 0.0, TICK)
         values = [
             expected[size] + learned.prediction_value * _at_probes(probs, parents, size, n) - cost
             for (size, n), cost in zip(choices, costs.tolist())
@@ -496,6 +521,36 @@ class StepPolicy:
         self.stats.num_plain_steps += not best and most > 0
         return Plan(size, n)
 
+    def _most_valuable(self, probs: Array) -> int:
+        """Number of draft tokens of all rows in the step of the largest value; ``probs``: see
+        :func:`shares`."""
+        rows, likeliest = len(probs), np.sort(probs[:, 1:], axis=None)[::-1]
+        live, most = float(probs[:, 0].sum()), int((likeliest > 0).sum())
+        few = [int(average * rows) - rows for average in AVERAGES]
+        choices = [*(total for total in few[:-1] if total < most), min(most, few[-1])]
+        costs = self._costs([_average(rows + total, rows) for total in choices], live)
+        if costs is None:
+            return min(self._to_time(most) * rows, most)
+        expected = live + np.concatenate([[0.0], likeliest.cumsum()])
+        best = int(np.argmax(expected[choices] - costs))
+        self.stats.num_plain_steps += not best and most > 0
+        return choices[best]
+
+    def _costs(self, sizes: Sequence[float], live: float) -> Array | None:
+        """What the time of steps of these sizes would otherwise yield, in tokens; None if a size is
+        to be timed. ``live``: number of unfinished rows."""
+        setting = self.setting
+        seconds = setting.times.curve(sizes)
+        if setting.sizes_to_time or seconds is None:
+            return None
+        plain = setting.times.plain_seconds()
+        return seconds * (setting.rate.value or live / max(plain or 0.0, TICK))
+
+    def _to_time(self, most: int) -> int:
+        """Draft tokens of each row in a step that is to be timed, of which there are ``most``."""
+        waiting = self.setting.sizes_to_time
+        return waiting.popleft() if waiting and most else SIZES[2]
+
     # -- after a step ------------------------------------------------------------------------
 
     @locked
@@ -512,7 +567,7 @@ class StepPolicy:
         """
         counts = [count for count in emitted if count]
         tokens, live = sum(counts), len(counts)
-        drafted, size = tree.num_tokens - 1, width(tree.num_tokens, tree.num_probes)
+        drafted, size = self._size(tree)
         drafting = self.stats.draft_seconds - self._before[0]
         if recorded != self._recorded:
             self._turn(recorded, size, seconds - drafting)
@@ -539,6 +594,15 @@ class StepPolicy:
             usual = max(expected or plain, plain)
             budget.charge(tokens / live, ratio(seconds, usual) * usual / plain, live)
 
+    def _size(self, tree: Tree) -> tuple[float, float]:
+        """Draft tokens per row of a forward, and the size by which its time is known."""
+        rows, nodes = tree.batch_size, tree.num_tokens
+        if not self._competed:
+            return nodes - 1, width(nodes, tree.num_probes)
+        total = rows + sum(tree.row_sizes) if tree.is_ragged else rows * nodes
+        size = _average(total, rows)
+        return size - 1, size
+
     @locked
     def details(self) -> dict[str, Any]:
         """Entries for ``SpecStats.details``, as JSON types: the choices and their inputs."""
@@ -558,6 +622,12 @@ class StepPolicy:
                 ],
             }
         }
+
+
+def _average(total: int, rows: int) -> float:
+    """The least of :data:`AVERAGES` with so many nodes."""
+    found = (average for average in AVERAGES if total <= average * rows)
+    return next(found, AVERAGES[-1])
 
 
 def _recorded(setting: tuple[int, int, str]) -> tuple[int, int, str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_spec.core.device import bucket
+from hf_spec.core.device import Ragged, bucket
 from hf_spec.core.memory import memory
 from hf_spec.core.tree import Tree
 from hf_spec.modeling_patches.modules import decoder_of, num_layers, only_logits, takes
@@ -246,10 +246,14 @@ class Predicted(NamedTuple):
     log_probs: Tensor
 
     @classmethod
-    def of(cls, tree: Tree, logits: Tensor) -> Predicted:
-        """Of trees without probes; ``logits``: ``(batch, nodes, vocab)``."""
+    def of(cls, tree: Tree, logits: Tensor, ragged: Ragged | None = None) -> Predicted:
+        """Of trees without probes; ``logits``: ``(batch, nodes, vocab)``, or without the padding
+        of ``ragged`` nodes."""
         following, values, total = likeliest(logits, NUM_READ)
-        return cls(tree.tokens, tree.parents, tree.valid, following, values - total)
+        log_probs = values - total
+        if ragged is not None:
+            following, log_probs = ragged.pad(following), ragged.pad(log_probs)
+        return cls(tree.tokens, tree.parents, tree.valid, following, log_probs)
 
     def packed(self) -> Tensor:
         """As one tensor ``(batch, nodes, 3 + 2 * NUM_READ)`` of float32, which represents integers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -13,7 +14,9 @@ from torch.nn.functional import pad
 from hf_spec.cache.attention import AttentionStates, bounded
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
-from hf_spec.core.device import to_device
+from hf_spec.core.checks import first_line
+from hf_spec.core.device import Ragged, is_async, to_device
+from hf_spec.core.memory import memory
 from hf_spec.core.pruning import Pruning, keep_likely
 from hf_spec.core.rows import FollowsRows
 from hf_spec.core.tree import Tree, filled
@@ -33,7 +36,7 @@ from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.skipping import Choose, early_pruning
 from hf_spec.modeling_patches.weights import placement
-from hf_spec.target.graphs import DraftProgram, Graphs
+from hf_spec.target.graphs import TOLERANCE, DraftProgram, Graphs, difference
 from hf_spec.target.hidden_states import (
     NO_STATES,
     Predicted,
@@ -196,13 +199,14 @@ class Output(NamedTuple):
     Attributes:
         tree: the forwarded tree without what was pruned.
         logits: ``(batch, tokens, vocab)`` after each node with a token, or each requested one, in
-            the model's dtype.
+            the model's dtype; ``(1, tokens, vocab)`` where padding is left out.
         hidden: ``(batch, nodes, features)`` hidden states of the forwarded nodes, those of probes
             last; None if none are read.
         result: the step's result if its :class:`VerifyProgram` was compiled, too; the accepted
             nodes are then in the first slots after each row's tokens, and there are no logits.
         drafted: what the step's :class:`DraftProgram` has found, if the same code ran it; there are
             then no hidden states either.
+        ragged: the nodes, where padding is left out of the logits.
     """
 
     tree: Tree
@@ -210,12 +214,13 @@ class Output(NamedTuple):
     hidden: Tensor | None = None
     result: StepResult | None = None
     drafted: Sequence[Tensor] = ()
+    ragged: Ragged | None = None
 
     def read(self, reads: Reads, result: StepResult) -> Read:
         """What a drafter reads of the forward, given its result."""
         predicted = None
         if reads.predicted:
-            predicted = Predicted.of(self.tree.drafted, self.logits).packed()
+            predicted = Predicted.of(self.tree.drafted, self.logits, self.ragged).packed()
         return Read(self._states(reads, result), predicted)
 
     def _states(self, reads: Reads, result: StepResult) -> Tensor | None:
@@ -252,6 +257,11 @@ class ForwardContext:
             # PyTorch's product copies the whole weight for each row of a part of a tensor.
             return hidden[:, : self.tokens].contiguous()
         return gather_hidden(hidden, self.logits_at)
+
+
+#: In the memory of a model: whether forwards without padding give the same.
+UNPADS = "unpads"
+logger = logging.getLogger(__name__)
 
 
 class Target(FollowsRows):
@@ -345,7 +355,11 @@ class Target(FollowsRows):
             after: what the same code does then if it is recorded.
         """
         front = self.num_front if tree.num_probes else 0
-        keys = self.cache.begin(tree, first, front > 0, plain=changes is None)
+        whole = first == 0 and changes is None and pruning is None and logits_at is None
+        ragged = tree.ragged() if whole and self.unpads and tree.is_ragged else None
+        if ragged is not None and UNPADS not in memory(self.model):
+            return self._tried(tree, ragged)
+        keys = self.cache.begin(tree, first, front > 0, changes is None, ragged)
         if pruning is not None and tree.num_tokens > 1:
             return self._pruned(tree, keys, pruning)
         if logits_at is None and self.rope is None:
@@ -369,12 +383,14 @@ class Target(FollowsRows):
             keys: number of slots that attention sees, without the front slots.
             changes, logits_at: see :meth:`__call__`.
         """
-        tree, inputs = block.tree, self._inputs(block, keys)
+        tree, inputs, ragged = block.tree, self._inputs(block, keys), self.attention.ragged
         if changes is not None:
             return Output(tree, self._changes.run(changes.run, self.model, **inputs).logits)
         if not self.reads_hidden(tree) and logits_at is None:
-            return Output(tree, self._changes.run(self.model, **inputs).logits)
-        watching, seen = self._watched(block.ids.shape[1], tree.num_probes, logits_at)
+            logits = self._changes.run(self.model, **inputs).logits
+            return Output(tree, logits, ragged=ragged)
+        tokens = inputs["input_ids"].shape[1] - tree.num_probes
+        watching, seen = self._watched(tokens, tree.num_probes, logits_at)
         logits = watching.run(self.model, **inputs).logits
         context = self._context
         if context.learned is not None and not context.taken:
@@ -382,7 +398,41 @@ class Target(FollowsRows):
                 f"{type(self.model).__name__} does not call its input embeddings, where those of "
                 "probes would stand: choose a strategy without probes."
             )
-        return Output(tree, logits, seen.pop()[:, : context.tokens + context.probes])
+        hidden = seen.pop()[:, : context.tokens + context.probes]
+        return Output(tree, logits, hidden if ragged is None else ragged.pad(hidden), ragged=ragged)
+
+    @property
+    def unpads(self) -> bool:
+        """Whether padding of trees that are smaller than others is left out of forwards: the layers
+        see the nodes of all rows as one row, but for attention. A first forward tells whether the
+        model gives the same then; this is True before.
+
+        Not on a device that the host runs ahead of: there, launching what it takes in each layer
+        would cost more than the padding of a few nodes.
+        """
+        rows = self.row_kwargs or self.per_token or self.cache.recurrent
+        able = self.takes_positions and self.attention.takes_ragged and self.graphs is None
+        if not able or rows or is_async(self.device):
+            return False
+        return bool(memory(self.model).get(UNPADS, True))
+
+    def _tried(self, tree: Tree, ragged: Ragged) -> Output:
+        """A forward with padding, and whether one without it gives the same."""
+        found, why = None, None
+        try:
+            found = self.forward(Block.of(tree), self.cache.begin(tree, ragged=ragged))
+        except Exception as error:  # of any kind: the model's code is not known
+            why = first_line(error)
+        output = self.forward(Block.of(tree), self.cache.begin(tree))
+        if found is not None:
+            pairs = [(ragged.unpad(output.logits), found.logits)]
+            if output.hidden is not None and found.hidden is not None:
+                pairs.append((ragged.unpad(output.hidden), ragged.unpad(found.hidden)))
+            why = difference(TOLERANCE[self.dtype], *zip(*pairs))
+        memory(self.model)[UNPADS] = why is None
+        if why is not None:
+            logger.info("%s: trees keep their padding: %s", type(self.model).__name__, why)
+        return output
 
     def reads_hidden(self, tree: Tree) -> bool:
         """Whether hidden states of a tree are returned."""
@@ -405,6 +455,8 @@ class Target(FollowsRows):
             lengths[:, None] + self.position_shift + block.depths, self.last_position
         )
         no_keys = recurrent is not None and self.cache.states.is_empty
+        ragged = self.cache.block.ragged if self.cache.block else None
+        self.attention.ragged = ragged
         inputs: dict[str, Any] = {
             **self.model_kwargs,
             **self.row_kwargs,
@@ -419,8 +471,11 @@ class Target(FollowsRows):
         }
         if self.takes_positions:
             on_axes = positions if self.axes is None else positions + self.axes.transpose(0, 1)
+            if ragged is not None:
+                on_axes = on_axes.flatten(-2)[..., None, ragged.index]
             inputs["position_ids"] = on_axes.to(self.device)
-        ids, learned = block.ids.to(self.device), None
+        ids, learned = block.ids if ragged is None else ragged.unpad(block.ids), None
+        ids = ids.to(self.device)
         if block.tree.num_probes:
             assert self.probe_embeddings is not None
             learned = self.probe_embeddings[block.kinds.to(self.device)]

@@ -187,13 +187,13 @@ def test_what_must_not_be_accepted(seed: int) -> None:
     assert tree.within([tree.max_depth] * 3) is tree
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 7, 20])
+@pytest.mark.parametrize("counts", [[0] * 4, [1] * 4, [3] * 4, [7] * 4, [20] * 4, [0, 7, 1, 3]])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_likeliest_draft_tokens(seed: int, count: int) -> None:
+def test_the_likeliest_draft_tokens(seed: int, counts: list[int]) -> None:
     rows = random_rows(random.Random(seed))
-    cut = [Row(*(column[: count + 1] for column in row)) for row in rows]
+    cut = [Row(*(column[: count + 1] for column in row)) for row, count in zip(rows, counts)]
     for tree in (Tree.of_rows(rows, "cpu"), prepared(rows)):
-        left, same = tree.likeliest(count), Tree.of_rows(cut, "cpu")
+        left, same = tree.likeliest(counts), Tree.of_rows(cut, "cpu")
         assert left.host is not None
         assert (left.row_sizes, left.row_depths) == (same.row_sizes, same.row_depths)
         assert left.is_chain == same.is_chain

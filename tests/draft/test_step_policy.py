@@ -338,6 +338,28 @@ def test_finished_rows_and_limits_count_for_nothing() -> None:
     assert used[-1] and used.sum() == 10 == len(CHANCES[0])
 
 
+@pytest.mark.parametrize("slope", [0.01, 0.1, 0.3])
+def test_rows_compete_where_padding_takes_no_time(slope: float) -> None:
+    """The step is the one of the largest value of all that take the likeliest tokens of all rows;
+    a row that copies gets places that others have no use for."""
+    sure = Row([-1, *range(12)], [*range(13)], [0.97**n for n in range(13)])
+    rows = [sure, *[Row([-1, 0, 0], [5, 6, 7], [1.0, 0.1, 0.05])] * 3]
+    tree, known = Tree.of_rows(rows, "cpu"), knowing(line(slope), 2.0)
+    policy = StepPolicy(SpecStats(), known, HERE)
+    taken, _ = policy.choose(tree, [True] * 4, [20] * 4, unpads=True)
+    likely = sorted((prob for row in rows for prob in row.probs[1:]), reverse=True)
+    values = {
+        total: sum(likely[:total]) - 2.0 * line(slope)(1 + total / 4)
+        for total in (0, 2, 4, 8, 12, len(likely))
+    }
+    assert sum(taken.row_sizes) == max(values, key=values.__getitem__)
+    assert taken.row_sizes[0] >= 4 * max(taken.row_sizes[1:])
+    policy.observe(taken, [1] * 4, 1.0)
+    (step,) = policy.details()["policy"]["steps"]
+    # As many nodes as four rows of so many.
+    assert 0 <= step["step_tokens"] * 4 - (4 + sum(taken.row_sizes)) < 8
+
+
 def test_a_later_call_starts_from_what_was_learned() -> None:
     learned = Learned()
     sizes, _, _, before = simulate(learned, CHANCES, line(0.03), 300)

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from hf_spec.core import verify
 from hf_spec.core.checks import check_range
-from hf_spec.core.device import bucket, to_device
+from hf_spec.core.device import Ragged, bucket, to_device
 from hf_spec.core.memory import forget, memory
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
@@ -130,10 +130,14 @@ class SyntheticAcceptance(Acceptance):
         known = trivial or (recorded and self.scorer.key is not None)
         return self._rule(tree, ahead) if known else None
 
-    def __call__(self, tree: Tree, logits: Tensor, unfinished: list[bool]) -> StepResult:
+    def __call__(
+        self, tree: Tree, logits: Tensor, unfinished: list[bool], ragged: Ragged | None = None
+    ) -> StepResult:
         if tree.num_tokens == 1:
             return super().__call__(tree, logits, unfinished)
         rule = self._rule(tree, 0)
+        if ragged is not None:
+            logits = ragged.pad(logits)
         return rule.function(tree, logits, rule.inputs)
 
     def _rule(self, tree: Tree, ahead: int) -> VerifyProgram:
