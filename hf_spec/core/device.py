@@ -43,25 +43,24 @@ class Ragged(NamedTuple):
     """The tokens of a padded batch without its padding, one row's after the other's, as one row.
 
     Attributes:
-        index: ``(tokens,)`` int64, the place of each of them in the flattened batch.
+        real: ``(tokens,)`` int64, the place of each of them in the flattened batch.
         places: ``(batch, length)`` int64, which token is at each place of the batch; the first one
             stands at padding.
     """
 
-    index: Tensor
+    real: Tensor
     places: Tensor
 
     @classmethod
     def of(cls, lengths: Sequence[int], length: int, device: torch.device) -> Self:
         """That of rows with so many tokens each, padded behind them to ``length``."""
         real = np.arange(length) < np.array(lengths)[:, None]
-        index = np.flatnonzero(real)
         places = np.where(real, real.cumsum().reshape(real.shape) - 1, 0)
-        return cls(*all_to_device([index, places], device))
+        return cls(*all_to_device([np.flatnonzero(real), places], device))
 
     def unpad(self, padded: Tensor) -> Tensor:
         """``(batch, length, ...)`` as ``(1, tokens, ...)``."""
-        return padded.flatten(0, 1).index_select(0, self.index.to(padded.device))[None]
+        return padded.flatten(0, 1).index_select(0, self.real.to(padded.device))[None]
 
     def pad(self, tokens: Tensor) -> Tensor:
         """``(1, tokens, ...)`` as ``(batch, length, ...)``."""

@@ -472,7 +472,7 @@ class Target(FollowsRows):
         if self.takes_positions:
             on_axes = positions if self.axes is None else positions + self.axes.transpose(0, 1)
             if ragged is not None:
-                on_axes = on_axes.flatten(-2)[..., None, ragged.index]
+                on_axes = on_axes.flatten(-2)[..., None, ragged.real]
             inputs["position_ids"] = on_axes.to(self.device)
         ids, learned = block.ids if ragged is None else ragged.unpad(block.ids), None
         ids = ids.to(self.device)
