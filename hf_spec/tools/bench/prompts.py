@@ -5,7 +5,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,16 @@ from typing import Any
 from jinja2 import TemplateError
 
 from hf_spec.core.checks import explained, first_line
-from hf_spec.tools.data import LeftOut, Message, Prompt, example, plain_text, read, report_left_out
+from hf_spec.tools.data import (
+    LeftOut,
+    Message,
+    Prompt,
+    Row,
+    example,
+    plain_text,
+    read,
+    report_left_out,
+)
 
 #: Prompts for those who bring none: four of each of six tasks, written for this package.
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
@@ -23,10 +32,23 @@ NO_LIMIT = 10**9
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def read_prompts(path: str | Path, turns: bool = False) -> list[Prompt]:
+def read_prompts(
+    path: str | Path, turns: bool = False, fields: Collection[str] = ()
+) -> list[Prompt]:
     """Read a file or a dataset of prompts, with or without answers; a ValueError names the place of
-    what is wrong. ``turns``: with what the user says after the first answer."""
-    prompts = list(read(path, example))
+    what is wrong.
+
+    Args:
+        turns: with what the user says after the first answer.
+        fields: those that each row must have.
+    """
+
+    def checked(row: Row) -> Prompt:
+        if missing := [name for name in fields if row.fields.get(name) is None]:
+            raise ValueError(f"has no {' and no '.join(map(repr, missing))}")
+        return example(row)
+
+    prompts = list(read(path, checked))
     if not prompts:
         raise ValueError(f"{str(path)!r} holds no prompts")
     return prompts if turns else [replace(one, later=()) for one in prompts]

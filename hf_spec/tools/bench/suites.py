@@ -28,11 +28,13 @@ class Suite(NamedTuple):
         file: where that is.
         groups: the group of each category, whose other prompts are left out; empty if categories
             are the groups.
+        fields: of a suite that is one group, those that tell its rows from others.
     """
 
     dataset: str = ""
     file: str = ""
     groups: Mapping[str, str] = {}
+    fields: tuple[str, ...] = ()
 
 
 SUITES = {
@@ -42,8 +44,8 @@ SUITES = {
     ),
     "speed-bench": Suite("nvidia/SPEED-Bench/qualitative:test"),
     "mt-bench": Suite("philschmid/mt-bench:train", groups={name: name for name in MT_BENCH}),
-    "humaneval": Suite("openai/openai_humaneval:test"),
-    "gsm8k": Suite("openai/gsm8k/main:test"),
+    "humaneval": Suite("openai/openai_humaneval:test", fields=("prompt", "entry_point")),
+    "gsm8k": Suite("openai/gsm8k/main:test", fields=("question", "answer")),
 }
 
 
@@ -65,7 +67,7 @@ def suite_prompts(name: str, place: str | Path) -> list[Prompt]:
     cannot be read, or are those of something else."""
     suite = SUITES[name]
     with explained(f"--suite {name}; without a network, give a file as --prompts", ValueError):
-        read = read_prompts(place, turns=True)
+        read = read_prompts(place, turns=True, fields=suite.fields)
     own = {} if suite.groups else {DEFAULT_CATEGORY: name}
     groups = [
         suite.groups.get(one.category) if suite.groups else own.get(one.category, one.category)
