@@ -21,7 +21,7 @@ from hf_spec.adapters.config import GENERATION
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import load_unattached, waiting
 from hf_spec.cache.attention import SMALLEST
-from hf_spec.core.checks import UNFIT, check_count, check_names, explained, first_line
+from hf_spec.core.checks import UNFIT, check_count, check_names, explained, first_line, nearest
 from hf_spec.core.memory import memory
 from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.options import ACCEPTANCE_RULES, AUTO, DraftOptions, with_place
@@ -79,6 +79,10 @@ def _check_options_of_all(kwargs: dict[str, Any]) -> None:
     DraftOptions(**{name: value for name, value in kwargs.items() if name in common})
 
 
+#: Fields that name a strategy and its options.
+_NAMING = ("assistant_strategy", "assistant_kwargs")
+
+
 class SpecConfig(GenerationConfig):
     """A ``GenerationConfig`` with a strategy and its options, checked when it is built.
 
@@ -102,6 +106,11 @@ class SpecConfig(GenerationConfig):
         **kwargs: Any,
     ):
         _check_strays(assistant_strategy, kwargs)
+        for name in _unknown(kwargs):
+            raise ValueError(
+                f"SpecConfig has no option {name!r}{nearest(name, _fields())}: give options of "
+                "GenerationConfig, and those of the strategy in assistant_kwargs."
+            )
         if isinstance(assistant_kwargs, dict):
             assistant_kwargs = with_place(assistant_kwargs)
         if assistant_strategy == AUTO:
@@ -122,7 +131,8 @@ class SpecConfig(GenerationConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """See ``GenerationConfig``. Unknown fields, which files of others may have, are kept."""
-        strays = {name: config_dict[name] for name in strays_among(config_dict)}
+        given = {name for name in config_dict if name not in _NAMING}
+        strays = {name: config_dict[name] for name in _unknown(given)}
         known = {name: value for name, value in config_dict.items() if name not in strays}
         found = super().from_dict(known, **kwargs)
         for name, value in strays.items():
@@ -513,12 +523,16 @@ ALIKE = 0.9
 def strays_among(given: Iterable[str]) -> dict[str, str]:
     """Options of strategies among names of a generation config, or of its arguments, by these
     names, which may be misspelled; fields that a generation config has are none."""
-    fields, found = _fields(), {}
-    for name in given:
-        if name not in fields and not name.startswith("_"):
-            near = get_close_matches(name, _own_names(), 1, ALIKE)
-            found.update(dict.fromkeys([name] if near else [], next(iter(near), "")))
+    found = {}
+    for name in _unknown(given):
+        near = get_close_matches(name, _own_names(), 1, ALIKE)
+        found.update(dict.fromkeys([name] if near else [], next(iter(near), "")))
     return found
+
+
+def _unknown(given: Iterable[str]) -> list[str]:
+    """The public names that are no fields of a generation config."""
+    return [name for name in given if name not in _fields() and not name.startswith("_")]
 
 
 @cache

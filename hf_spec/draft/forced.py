@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hf_spec.core.rows import FollowsRows
 from hf_spec.core.tree import Row
+from hf_spec.draft.lookup import Rowwise
 
 logger = logging.getLogger(__name__)
 
@@ -289,7 +289,7 @@ class SequenceForced:
     def __bool__(self) -> bool:
         return bool(self._told) or self._matcher is not None
 
-    def row(self, tokens: list[int], depth: int) -> Row:
+    def lookup(self, tokens: list[int], depth: int) -> Row:
         """The tree of what is left after ``tokens``."""
         if depth < 1:
             return Row.root(tokens[-1])
@@ -323,7 +323,7 @@ class SequenceForced:
         return [int(token) for token in takewhile(goes_on, told[:MOST])]
 
 
-class BatchForced(FollowsRows):
+class BatchForced(Rowwise):
     """A :class:`SequenceForced` for each sequence of a batch.
 
     Args:
@@ -332,8 +332,6 @@ class BatchForced(FollowsRows):
         vocabulary: number of the model's tokens.
         ends: tokens that end a sequence.
     """
-
-    of_rows = ("rows",)
 
     def __init__(
         self, processors: Sequence[Any], count: int, vocabulary: int, ends: Collection[int] = ()
@@ -344,12 +342,3 @@ class BatchForced(FollowsRows):
 
     def __bool__(self) -> bool:
         return any(self.rows)
-
-    def lookup(
-        self, sequences: Sequence[list[int]], active: Sequence[bool], depth: int
-    ) -> list[Row]:
-        """Each sequence's tree, no deeper than ``depth``; the root alone for finished ones."""
-        return [
-            row.row(tokens, depth) if unfinished else Row.root(tokens[-1])
-            for row, tokens, unfinished in zip(self.rows, sequences, active)
-        ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -321,7 +321,27 @@ class SequenceLookup:
         self.confidence.observe(self._longest, accepted, depth)
 
 
-class BatchLookup(FollowsRows):
+class Rowwise(FollowsRows):
+    """What the host drafts for each sequence of a batch.
+
+    Attributes:
+        rows: what drafts for one of them, each with a method ``lookup(tokens, depth)``.
+    """
+
+    of_rows = ("rows",)
+    rows: Sequence[Any]
+
+    def lookup(
+        self, sequences: Sequence[list[int]], active: Sequence[bool], depth: int
+    ) -> list[Row]:
+        """Each sequence's tree, no deeper than ``depth``; the root alone for finished ones."""
+        return [
+            row.lookup(tokens, depth) if unfinished else Row.root(tokens[-1])
+            for row, tokens, unfinished in zip(self.rows, sequences, active)
+        ]
+
+
+class BatchLookup(Rowwise):
     """A :class:`SequenceLookup` for each sequence of a batch, which also searches :data:`OTHERS`
     other answers to its prompt.
 
@@ -330,7 +350,7 @@ class BatchLookup(FollowsRows):
         vocabulary: see :class:`SequenceLookup`.
     """
 
-    of_rows = ("rows",)
+    rows: list[SequenceLookup]
 
     def __init__(
         self, limits: Limits, prompts: Sequence[Sequence[int]], history: History | None = None,
@@ -345,15 +365,6 @@ class BatchLookup(FollowsRows):
             for place, row in enumerate(same):
                 after = range(place + 1, place + min(OTHERS + 1, len(same)))
                 row.others = [*(same[other % len(same)] for other in after), *earlier]
-
-    def lookup(
-        self, sequences: Sequence[list[int]], active: Sequence[bool], depth: int
-    ) -> list[Row]:
-        """Each sequence's tree, no deeper than ``depth``; the root alone for finished ones."""
-        return [
-            row.lookup(tokens, depth) if unfinished else Row.root(tokens[-1])
-            for row, tokens, unfinished in zip(self.rows, sequences, active)
-        ]
 
     def observe(self, result: HostResult) -> None:
         for one, tokens in zip(self.rows, result.tokens):

@@ -146,11 +146,19 @@ class AnswerFile:
             self.size += len(tokens) // found.itemsize
         return found
 
+    def num_new(self, answers: Iterable[Sequence[int]]) -> int:
+        """How many different answers there are among these that the file has not."""
+        digests = {digest for digest, _ in _rows_of(answers)}
+        known, query = 0, "select count(*) from answers where digest = ?"
+        with self._open() as rows:
+            for digest in digests:
+                known += rows.execute(query, (digest,)).fetchone()[0]
+        return len(digests) - known
+
     def add(self, answers: Iterable[Sequence[int]]) -> array[int]:
         """Keep these answers, all or none; returns :meth:`unseen`, with them. An ``sqlite3.Error``
         if they cannot be written."""
-        new = [array("i", answer).tobytes() for answer in answers]
-        given = [(blake2b(one, digest_size=16).digest(), one) for one in new if one]
+        given = _rows_of(answers)
         with self._open() as rows:
             # A repeated answer is the latest one again.
             insert = "insert or replace into answers (digest, tokens) values (?, ?)"
@@ -166,6 +174,12 @@ class AnswerFile:
         rows.execute("delete from answers where id <= ?", (first + (last - first) // 8,))
         size = rows.execute("select coalesce(sum(length(tokens)), 0) / 4 from answers")
         self.size = size.fetchone()[0]
+
+
+def _rows_of(answers: Iterable[Sequence[int]]) -> list[tuple[bytes, bytes]]:
+    """Digest and tokens of each answer that has some."""
+    new = (array("i", answer).tobytes() for answer in answers)
+    return [(blake2b(one, digest_size=16).digest(), one) for one in new if one]
 
 
 class Corpus:

@@ -43,6 +43,8 @@ class BlockHead(ConditionalHead):
         reads_context: whether it needs the context of that token.
         by_rank: whether it needs the likeliest tokens by the block's logits, also for a sample.
         weights: the adapter's tensors by name; gradients flow to its parameters.
+        vocabulary: the tokens that are drafted, of heads that name it in :attr:`held`; None for
+            all.
         chooses: whether drafted tokens are chosen among the likeliest of a slot only.
         top_k: of how many of these; None for all, as in training.
     """
@@ -55,11 +57,14 @@ class BlockHead(ConditionalHead):
     reads_context: ClassVar[bool] = False
     by_rank: ClassVar[bool] = False
     chooses: ClassVar[bool] = False
+    vocabulary: DraftVocabulary | None
 
     def __init__(self, network: Any):
         self.network, self.weights = network, network.adapter.tensors()
         self.config = network.config
         self.top_k: int | None = None
+        if "vocabulary" in self.held:
+            self.vocabulary = DraftVocabulary.of(self.weights, network.model)
 
     @classmethod
     @abstractmethod
@@ -442,10 +447,6 @@ class DSpine(BlockHead):
     buffers = (CODES,)
     causal = chooses = of_masks = True
     plain_share = 1.0
-
-    def __init__(self, network: Any):
-        super().__init__(network)
-        self.vocabulary = DraftVocabulary.of(self.weights, network.model)
 
     @classmethod
     def shapes(cls, config: Any, known: int) -> Shapes:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_spec.predict.block_heads import BlockHead, Shapes
-from hf_spec.predict.markov import DraftVocabulary, Remembered
+from hf_spec.predict.markov import Remembered
 
 #: Prefix of the names of its tensors.
 PREFIX = "lilicorr."
@@ -48,10 +48,6 @@ class LiLiCorr(BlockHead):
     reads_context: ClassVar[bool] = True
     by_rank: ClassVar[bool] = True
     plain_share = 1.0
-
-    def __init__(self, network: Any):
-        super().__init__(network)
-        self.vocabulary = DraftVocabulary.of(self.weights, network.model)
 
     @classmethod
     def shapes(cls, config: Any, known: int) -> Shapes:

@@ -42,7 +42,7 @@ def test_a_suite_is_read_by_its_name_on_the_hub(monkeypatch):
     rows = {
         "nvidia/SPEED-Bench/qualitative": [{"turns": ["a", "b"], "category": "coding"}],
         "philschmid/mt-bench": [{"turns": ["a", "b"], "category": "writing"}],
-        "openai/openai_humaneval": [{"prompt": "def f():"}],
+        "openai/openai_humaneval": [{"prompt": "def f():", "entry_point": "f"}],
         "openai/gsm8k/main": [{"question": "1 + 1", "answer": "2"}],
     }
     monkeypatch.setattr(
@@ -112,6 +112,8 @@ def test_the_command_measures_a_suite(checkpoint, question, tmp_path, capsys):
         (["--suite", "spec-bench"], "download https://.*question.jsonl and give it as --prompts"),
         (["--suite", "spec-bnch"], "did you mean 'spec-bench'"),
         (["--suite", "mt-bench", "--prompts", "other"], "none of the categories of --suite mt-"),
+        (["--suite", "gsm8k", "--prompts", "other"], "--suite gsm8k; .*no 'question' and no 'answ"),
+        (["--suite", "humaneval", "--prompts", "other"], "line 1: has no 'entry_point'"),
         (["--nodes", "0"], "--nodes '0': must be numbers from 1"),
         (["--chain", "three"], "--chain 'three': must be numbers from 1"),
     ],

@@ -149,6 +149,17 @@ def test_options_of_a_strategy_beside_it(tiny: Tiny, given: dict[str, Any], mess
         model.generate(prompt(), assistant_strategy="prompt_lookup", maximum=3)
 
 
+def test_a_misspelled_option_beside_a_strategy() -> None:
+    """Files of others may have any fields, and keep them."""
+    with pytest.raises(ValueError, match=r"'max_new_tokns' \(did you mean 'max_new_tokens'\?\)"):
+        hf_spec.SpecConfig("prompt_lookup", max_new_tokns=3)
+    given = {"assistant_strategy": "prompt_lookup", "maximum": 3, "max_new_tokens": 4}
+    found = hf_spec.SpecConfig.from_dict(given)
+    assert (found.maximum, found.max_new_tokens) == (3, 4)
+    with pytest.raises(ValueError, match="no option 'most'"):
+        hf_spec.SpecConfig.from_dict(given, most=3)
+
+
 def same(model: Any, **options: Any) -> bool:
     """Whether a sampled call with a seed gives what plain generation gives, with these options."""
     found = []

@@ -25,7 +25,7 @@ from running import needed
 
 import hf_spec
 from hf_spec.core.device import bucket
-from hf_spec.core.memory import memory
+from hf_spec.core.memory import locked, memory
 from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Row, Tree
@@ -374,7 +374,7 @@ def test_threads_wait_for_each_other() -> None:
     """What is remembered is changed by one thread at a time."""
     inside, leave, order = threading.Event(), threading.Event(), []
 
-    @memory.locked
+    @locked
     def first() -> None:
         inside.set()
         leave.wait(10)

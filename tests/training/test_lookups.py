@@ -50,8 +50,10 @@ def test_answers_of_data_enter_a_file(checkpoint, tmp_path, capsys):
     path, spoken = tmp_path / "new" / "lookups", [*tokenizer("bc")["input_ids"], 1]
     assert lookups(checkpoint, path, texts) == 0
     assert answers(path) == [spoken]
-    assert f"2 added; the file has 3 tokens\nfile: {path}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"1 added of 2, the others are repeated; the file has 3 tokens\nfile: {path}" in told
     assert lookups(checkpoint, path, texts, tokens) == 0
+    assert "1 added of 3, the others are repeated" in capsys.readouterr().out
     assert answers(path) == [spoken, answer]
     steps = []
     for options in ({}, {"lookup_history": path}, {}):

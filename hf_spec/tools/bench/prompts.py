@@ -5,7 +5,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from hf_spec.tools.data import (
     LeftOut,
     Message,
     Prompt,
+    Row,
     example,
     plain_text,
     read,
@@ -32,10 +33,23 @@ NO_LIMIT = 10**9
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def read_prompts(path: str | Path, turns: bool = False) -> list[Prompt]:
+def read_prompts(
+    path: str | Path, turns: bool = False, fields: Collection[str] = ()
+) -> list[Prompt]:
     """Read a file or a dataset of prompts, with or without answers; a ValueError names the place of
-    what is wrong. ``turns``: with what the user says after the first answer."""
-    prompts = list(read(path, example))
+    what is wrong.
+
+    Args:
+        turns: with what the user says after the first answer.
+        fields: those that each row must have.
+    """
+
+    def checked(row: Row) -> Prompt:
+        if missing := [name for name in fields if row.fields.get(name) is None]:
+            raise ValueError(f"has no {' and no '.join(map(repr, missing))}")
+        return example(row)
+
+    prompts = list(read(path, checked))
     if not prompts:
         raise ValueError(f"{str(path)!r} holds no prompts")
     return prompts if turns else [replace(one, later=()) for one in prompts]
@@ -307,11 +321,13 @@ class Suite(NamedTuple):
         file: where that is.
         groups: the group of each category, whose other prompts are left out; empty if categories
             are the groups.
+        fields: of a suite that is one group, those that tell its rows from others.
     """
 
     dataset: str = ""
     file: str = ""
     groups: Mapping[str, str] = {}
+    fields: tuple[str, ...] = ()
 
 
 SUITES = {
@@ -321,8 +337,8 @@ SUITES = {
     ),
     "speed-bench": Suite("nvidia/SPEED-Bench/qualitative:test"),
     "mt-bench": Suite("philschmid/mt-bench:train", groups={name: name for name in MT_BENCH}),
-    "humaneval": Suite("openai/openai_humaneval:test"),
-    "gsm8k": Suite("openai/gsm8k/main:test"),
+    "humaneval": Suite("openai/openai_humaneval:test", fields=("prompt", "entry_point")),
+    "gsm8k": Suite("openai/gsm8k/main:test", fields=("question", "answer")),
 }
 
 
@@ -344,7 +360,7 @@ def suite_prompts(name: str, place: str | Path) -> list[Prompt]:
     cannot be read, or are those of something else."""
     suite = SUITES[name]
     with explained(f"--suite {name}; without a network, give a file as --prompts", ValueError):
-        read = read_prompts(place, turns=True)
+        read = read_prompts(place, turns=True, fields=suite.fields)
     own = {} if suite.groups else {DEFAULT_CATEGORY: name}
     groups = [
         suite.groups.get(one.category) if suite.groups else own.get(one.category, one.category)

@@ -434,8 +434,10 @@ def lookups(
     output.parent.mkdir(parents=True, exist_ok=True)
     file = AnswerFile(output, facts_of(config), fixed)
     with explained(f"cannot write {str(output)!r}", sqlite3.Error):
+        new = file.num_new(answers)
         file.add(answers)
-    echo(f"answers: {len(answers):,} added; the file has {file.size:,} tokens\nfile: {output}")
+    repeated = f" of {len(answers):,}, the others are repeated" if new < len(answers) else ""
+    echo(f"answers: {new:,} added{repeated}; the file has {file.size:,} tokens\nfile: {output}")
 
 
 def _option(name: str) -> str:
