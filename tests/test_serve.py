@@ -368,7 +368,10 @@ def test_limits_of_what_is_turned_off(capsys, limit, message):
 class Served:
     """What is set for servers that start now, with a strategy; none starts."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *sharing: Any):
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *sharing: Any,
+        strategy: str | None = "prompt_lookup", batching: bool = False,
+    ):  # fmt: skip
         from hf_spec.modeling_patches import served_models
 
         monkeypatch.setattr(
@@ -380,7 +383,33 @@ class Served:
             lambda *two: vars(self).update(check=two[0], at_once=two[1]),
         )
         monkeypatch.setattr(served_models, "on_metrics", lambda text: setattr(self, "text", text))
-        _prepare_models((), "prompt_lookup", None, False, *sharing)
+        _prepare_models((), strategy, None, batching, *sharing)
+
+
+@needs_packages
+@pytest.mark.parametrize(
+    ("strategy", "batching", "expected"),
+    [(None, False, "auto"), (None, True, None), ("none", False, None), ("auto", False, "auto")],
+)
+def test_the_strategy_of_a_server_without_adapters(
+    monkeypatch, checkpoint, strategy, batching, expected
+):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    Served(monkeypatch, strategy=strategy, batching=batching).load(model)
+    assert model.generation_config.assistant_strategy == expected
+
+
+@needs_packages
+def test_a_model_without_a_strategy_is_served_unless_one_is_named(monkeypatch, checkpoint, capsys):
+    """Here its own configuration asks for what no strategy has."""
+    for strategy, message in ((None, ""), ("auto", "num_beams=2")):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        model.generation_config.num_beams = 2
+        served = Served(monkeypatch, strategy=strategy)
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
+            served.load(model)
+        assert bool(message) or model.generation_config.assistant_strategy is None
+    assert "hf-spec: no strategy by default: num_beams=2" in capsys.readouterr().err
 
 
 @needs_packages
