@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -233,15 +234,30 @@ def test_the_server_goes_on_after_a_bad_request(server):
     assert ask(server, PROMPTS[0], temperature=0, max_tokens=4)
 
 
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> Iterator[tuple[Server, str]]:
+    """A server whose model has a chat template, and the model's name."""
+    folder = tmp_path_factory.mktemp("chats") / "model"
+    shutil.copytree(MODEL, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for one in messages %}# {{ one.content }}\n{% endfor %}"
+    )
+    server = Server(str(folder), "--adapter", MEDUSA)
+    yield server, str(folder)
+    server.process.kill()
+    server.process.communicate()
+
+
 @pytest.mark.environment
 @needs_packages
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_usage_of_an_answer_says_what_was_accepted(server, stream):
+def test_the_usage_of_an_answer_says_what_was_accepted(chats, stream):
     """In chats, texts and responses; also where several are answered at once."""
+    server, model = chats
     client, more = server.client(), {"temperature": 0, "max_tokens": 12, "stream": stream}
 
     def of_texts(number: int) -> Any:
-        return last(client.completions.create(model=MODEL, prompt=PROMPTS[number], **more)).usage
+        return last(client.completions.create(model=model, prompt=PROMPTS[number], **more)).usage
 
     def last(answer: Any) -> Any:
         return [*answer][-1] if stream else answer
@@ -257,11 +273,11 @@ def test_the_usage_of_an_answer_says_what_was_accepted(server, stream):
         assert details.rejected_prediction_tokens >= 0
     assert any(usage.completion_tokens_details.accepted_prediction_tokens for usage in usages)
     chat = [{"role": "user", "content": PROMPTS[0]}]
-    usage = last(client.chat.completions.create(model=MODEL, messages=chat, **more)).usage
+    usage = last(client.chat.completions.create(model=model, messages=chat, **more)).usage
     assert usage.speculation["tau"] >= 1
     answer = last(
         client.responses.create(
-            model=MODEL, input=PROMPTS[0], temperature=0, max_output_tokens=8, stream=stream
+            model=model, input=PROMPTS[0], temperature=0, max_output_tokens=8, stream=stream
         )
     )
     usage = answer.response.usage if stream else answer.usage
@@ -352,7 +368,10 @@ def test_limits_of_what_is_turned_off(capsys, limit, message):
 class Served:
     """What is set for servers that start now, with a strategy; none starts."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *sharing: Any):
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *sharing: Any,
+        strategy: str | None = "prompt_lookup", batching: bool = False,
+    ):  # fmt: skip
         from hf_spec.modeling_patches import served_models
 
         monkeypatch.setattr(
@@ -364,7 +383,33 @@ class Served:
             lambda *two: vars(self).update(check=two[0], at_once=two[1]),
         )
         monkeypatch.setattr(served_models, "on_metrics", lambda text: setattr(self, "text", text))
-        _prepare_models((), "prompt_lookup", None, False, *sharing)
+        _prepare_models((), strategy, None, batching, *sharing)
+
+
+@needs_packages
+@pytest.mark.parametrize(
+    ("strategy", "batching", "expected"),
+    [(None, False, "auto"), (None, True, None), ("none", False, None), ("auto", False, "auto")],
+)
+def test_the_strategy_of_a_server_without_adapters(
+    monkeypatch, checkpoint, strategy, batching, expected
+):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    Served(monkeypatch, strategy=strategy, batching=batching).load(model)
+    assert model.generation_config.assistant_strategy == expected
+
+
+@needs_packages
+def test_a_model_without_a_strategy_is_served_unless_one_is_named(monkeypatch, checkpoint, capsys):
+    """Here its own configuration asks for what no strategy has."""
+    for strategy, message in ((None, ""), ("auto", "num_beams=2")):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        model.generation_config.num_beams = 2
+        served = Served(monkeypatch, strategy=strategy)
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
+            served.load(model)
+        assert bool(message) or model.generation_config.assistant_strategy is None
+    assert "hf-spec: no strategy by default: num_beams=2" in capsys.readouterr().err
 
 
 @needs_packages

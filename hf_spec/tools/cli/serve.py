@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Context, Option, echo
 
-from hf_spec.core.checks import install_extra, nearest
+from hf_spec.core.checks import first_line, install_extra, nearest
 from hf_spec.tools.cli import common as opt
 from hf_spec.tools.cli.common import INTERRUPTED, NO_STRATEGY, require, single_strategy
 from hf_spec.tools.loading import check_model, load_adapters, read_adapters
@@ -96,7 +96,8 @@ def serve(
         Option(
             "--strategy",
             "--strategies",
-            help="For requests that name none; or auto, or none.  [default: the adapter's]",
+            help="For requests that name none; or auto, or none.  [default: the adapter's, "
+            "else auto; with several adapters none]",
         ),
     ] = None,
     strategy_kwargs: Annotated[
@@ -232,6 +233,7 @@ def _prepare_models(
     from hf_spec.decoding.call import check_strategy
     from hf_spec.decoding.loop import on_end
     from hf_spec.decoding.sharing import share_steps, takes_turns
+    from hf_spec.draft.options import AUTO
     from hf_spec.modeling_patches.served_models import on_load, on_metrics, on_request, tell
     from hf_spec.target.packed_weights import pack_where_it_pays
     from hf_spec.tools.cli.metrics import Metrics
@@ -243,7 +245,8 @@ def _prepare_models(
             f"--{name} with --no-share-steps: it limits requests that share steps. Leave one out."
         )
     adapters = read_adapters(paths)
-    chosen = single_strategy(strategy, adapters, NO_STRATEGY)
+    default = NO_STRATEGY if continuous or adapters else AUTO
+    chosen = single_strategy(strategy, adapters, default)
     options = next((one.options for one in adapters if one.strategy == chosen), None)
     if strategy_kwargs is not None:
         if chosen is None:
@@ -265,10 +268,17 @@ def _prepare_models(
         if do_sample is not None:
             config.do_sample = do_sample
         if chosen is not None:
-            pack_where_it_pays(model)
             config.assistant_strategy = chosen
             config.assistant_kwargs = options
-            check_strategy(model, config)
+            try:
+                check_strategy(model, config)
+            except ValueError as error:
+                if strategy is not None or adapters:
+                    raise
+                config.assistant_strategy = None  # nobody has asked for one
+                echo(f"hf-spec: no strategy by default: {first_line(error)}", err=True)
+            else:
+                pack_where_it_pays(model)
         name = model.name_or_path
 
         def told(stats: Any, _: Any) -> None:
