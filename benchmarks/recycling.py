@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -22,7 +23,12 @@ from hf_spec.core.memory import forget
 from hf_spec.core.stats import SpecStats
 from hf_spec.files import read_json, write_json
 from hf_spec.predict import recycling
-from hf_spec.predict.recycling import MAX_NODES, SuccessorTable
+from hf_spec.predict.recycling import (
+    MAX_NODES,
+    RecyclingPredictor,
+    SuccessorTable,
+    learned_table,
+)
 from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
 from hf_spec.tools.loading import load_model
 
@@ -41,6 +47,10 @@ class Line(NamedTuple):
     successors: int | None = None
     #: Whether answers of an epoch before draft, after a change of the weights.
     history: bool = False
+    #: Samples of each prompt one after the other, from a table that is empty at the first.
+    in_turn: int | None = None
+    #: Whether the sample's random numbers choose what is drafted.
+    stochastic: bool = True
 
 
 def _drafts(nodes: int, **options: Any) -> dict[str, Any]:
@@ -66,6 +76,14 @@ TABLES = {
         for nodes in (7, 15, 31, 63)
         for name, options in (("cold", {"keep_table": False}), ("kept", {}))
     ),
+    "samples": (
+        LOOKUPS._replace(name="lookups alone, 4 in turn", in_turn=4),
+        Line("one token, 4 in turn", _drafts(15), weights=(1.0, 0.0, 0.0), in_turn=4),
+        Line("longest, 4 in turn, likeliest drafted", _drafts(15), weights=LONGEST,
+             in_turn=4, stochastic=False),
+        Line("longest, 4 in turn (STAND)", _drafts(15), weights=LONGEST, in_turn=4),
+        *(Line(f"all averaged, {n} in turn", _drafts(15), in_turn=n) for n in (1, 4, 8)),
+    ),
     "tables": (
         Line("no table", _drafts(31, lookup=True)),
     ),
@@ -82,6 +100,7 @@ TABLES = {
 def changed(line: Line) -> Iterator[None]:
     """Tables are what a line says."""
     learn, enter = SuccessorTable.learn, SuccessorTable._learn
+    levels = RecyclingPredictor.levels
 
     def learn_accepted(self: Any, before: Any, found: Any, rank: Any) -> None:
         learn(self, before, found, torch.where(rank < MAX_NODES, -1, rank))
@@ -90,11 +109,16 @@ def changed(line: Line) -> Iterator[None]:
         left_out = torch.arange(log_probs.shape[-1]) >= line.successors
         enter(self, contexts, following, log_probs.masked_fill(left_out, -torch.inf), ranks)
 
+    def likeliest_levels(self: Any, root: Any, depth: int, width: int, noise: Any) -> Any:
+        return levels(self, root, depth, width, None)
+
     with ExitStack() as changes:
         if line.weights is not None:
             changes.enter_context(patch.object(recycling, "WEIGHTS", line.weights))
         if line.accepted_only:
             changes.enter_context(patch.object(SuccessorTable, "learn", learn_accepted))
+        if not line.stochastic:
+            changes.enter_context(patch.object(RecyclingPredictor, "levels", likeliest_levels))
         if line.successors is not None:
             changes.enter_context(patch.object(SuccessorTable, "_learn", enter_few))
         yield
@@ -113,7 +137,10 @@ def tau(model: Any, prompts: Sequence[Sequence[int]], line: Line, args: Any) -> 
 
     def epoch() -> float:
         total = SpecStats()
-        for prompt in prompts:
+        for prompt, turn in product(prompts, range(line.in_turn or 1)):
+            table = learned_table(model)
+            if line.in_turn and turn == 0 and table is not None:
+                table.clear()
             ids = torch.tensor([prompt] * args.samples)
             model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.max_new_tokens,
@@ -146,17 +173,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_new_tokens=64, dtype="float32", threads=None, adapter=[],
     )  # fmt: skip
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=", ".join(TABLES))
+    parser.add_argument("--nodes", type=int, nargs="+", default=[31], help="of --adapter's lines")
     parser.add_argument("--samples", type=int, default=1, help="of each prompt, in one batch")
     parser.add_argument("--temperature", type=float, help="default: greedy")
     args = parser.parse_args(arguments)
     if not args.tables or args.model is None or args.prompts is None:
         print(*(f"{name}: {len(lines)} lines" for name, lines in TABLES.items()), sep="\n")
         return
+    if "samples" in args.tables and not args.temperature:
+        parser.error("samples needs --temperature")
     if args.threads:
         torch.set_num_threads(args.threads)
     lines = [line for name in args.tables for line in TABLES[name]]
     lines += [
-        Line(Path(place).name, _drafts(31, lookup=True, adapter=place)) for place in args.adapter
+        Line(f"{nodes} nodes, {Path(place).name}", _drafts(nodes, lookup=True, adapter=place))
+        for place, nodes in product(args.adapter, args.nodes)
     ]
     model, tokenizer = load_model(args.model, args.dtype)
     texts = spread(read_prompts(args.prompts), args.limit)

@@ -43,6 +43,8 @@ TABLE_SIZE = 1 << 17
 TRUSTED, WEIGHTS = (0.55, 0.7, 0.95), (1.0, 2.0, 5.0)
 #: The weight that another source of predictions has beside them.
 SOURCE = 5.0
+#: The weight of a new prediction in a finished text beside what is known of its context already.
+LATEST = 0.5
 #: Likeliest successors of a context that are looked at.
 WIDTH = 12
 #: Ranks of accepted nodes are larger than those of all others.
@@ -122,13 +124,9 @@ class SuccessorTable(Holds):
         weight = known.sum(-1, keepdim=True)
         share = known / weight.clamp(min=1e-9) * self.trusted
         chances = self.log_probs[places].float().exp() * share[..., None]
-        chances, tokens = chances.flatten(-2), self.successors[places].flatten(-2)
-        same = tokens[..., :, None] == tokens[..., None, :]
-        order = torch.arange(tokens.shape[-1], device=tokens.device)
-        again = (same & (order < order[:, None])).any(-1)
-        total = (same * chances[..., None, :]).sum(-1).masked_fill(again, 0.0)
-        best = total.topk(min(WIDTH, total.shape[-1]), dim=-1)
-        return tokens.gather(-1, best.indices).long(), best.values.log(), weight
+        tokens = self.successors[places].flatten(-2)
+        tokens, chances = likeliest_of(tokens, chances.flatten(-2), WIDTH)
+        return tokens.long(), chances.log(), weight
 
     def learn(self, before: Tensor, found: Predicted, rank: Tensor) -> None:
         """Enter what the model predicts after the nodes of trees.
@@ -159,12 +157,31 @@ class SuccessorTable(Holds):
         self.log_probs[places] = log_probs.to(self.log_probs.dtype).expand(ORDERS, -1, -1)
 
     def learn_text(self, before: Tensor, found: Predicted) -> None:
-        """Enter what the model predicts after the nodes of chains, one after the other; ``before``:
-        see :meth:`learn`."""
+        """Enter what the model predicts after the nodes of chains, one after the other, averaged
+        with what is known of their contexts (see :data:`LATEST`); ``before``: see :meth:`learn`.
+        The host reads how often entries recur."""
         for part in found.parts(AT_ONCE):
-            order = torch.arange(part.tokens.shape[1], device=part.tokens.device)
-            self.learn(before, part, order.expand_as(part.tokens))
+            contexts = contexts_of(before, part)
+            for row in zip(contexts, part.following, part.log_probs):
+                self._average(*row)
             before = torch.cat([before, part.tokens], 1)[:, 1 - ORDERS :]
+
+    def _average(self, contexts: Tensor, following: Tensor, log_probs: Tensor) -> None:
+        keys, places = (one.T for one in self.places(contexts))  # (ORDERS, n)
+        order = torch.arange(len(contexts), device=places.device)
+        same = places[:, :, None] == places[:, None, :]
+        turn = (same & (order < order[:, None])).sum(-1)  # each entry once in a turn
+        following, chances = following.to(self.successors.dtype), log_probs.exp()
+        for now in range(int(turn.max()) + 1):
+            length, node = (turn == now).nonzero().unbind(-1)
+            key, place = keys[length, node], places[length, node]
+            before = torch.where(self.keys[place] == key, 1 - LATEST, 0.0)[:, None]
+            known = self.log_probs[place].float().exp() * before
+            tokens = torch.cat([following[node], self.successors[place]], -1)
+            both = torch.cat([chances[node] * (1 - before), known], -1)
+            tokens, both = likeliest_of(tokens, both, following.shape[-1])
+            self.keys[place], self.successors[place] = key, tokens
+            self.log_probs[place] = both.log().clamp(min=LEAST).to(self.log_probs.dtype)
 
     def entries(self) -> tuple[Tensor, Tensor, Tensor]:
         """What it knows, but for contexts that reach before a text.
@@ -207,6 +224,17 @@ class SuccessorTable(Holds):
         self.log_probs[places] = LEAST  # where it has more successors
         self.successors[places, :width] = successors[:, :width]
         self.log_probs[places, :width] = log_probs[:, :width].to(self.log_probs.dtype)
+
+
+def likeliest_of(tokens: Tensor, chances: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The likeliest of tokens ``(..., n)``, at most so many, and their probabilities, which are
+    summed where a token recurs."""
+    same = tokens[..., :, None] == tokens[..., None, :]
+    order = torch.arange(tokens.shape[-1], device=tokens.device)
+    again = (same & (order < order[:, None])).any(-1)
+    total = (same * chances[..., None, :]).sum(-1).masked_fill(again, 0.0)
+    best = total.topk(min(width, total.shape[-1]), dim=-1)
+    return tokens.gather(-1, best.indices), best.values
 
 
 def contexts_of(before: Tensor, found: Predicted) -> Tensor:

@@ -109,8 +109,8 @@ RUNS = {
         "threshold.svg", "drafting stages",
     ),
     "recycling": (
-        "contexts successors rollouts --model {base} --prompts {prompts} --limit 1 --samples 2 "
-        "--temperature 1 --max-new-tokens 8 --output {out}/recycling.json",
+        "contexts successors samples rollouts --model {base} --prompts {prompts} --limit 1 "
+        "--samples 2 --temperature 1 --max-new-tokens 8 --output {out}/recycling.json",
         "recycling.json", '"the same, accepted nodes only": 1.*"both": [1-9]',
     ),
     "wide": (

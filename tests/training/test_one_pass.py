@@ -13,6 +13,7 @@ from trained import SETTINGS, Stop, answers, as_options, record, same, weights
 import hf_spec
 from hf_spec.methods.registry import methods
 from hf_spec.predict.recycling import ORDERS
+from hf_spec.target.hidden_states import NUM_READ
 from hf_spec.tools import cli
 from hf_spec.tools.cli.train import parse_options
 from hf_spec.tools.hub.card import files_to_upload
@@ -60,9 +61,25 @@ def table_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("recycling_"): one for name, one in weights(folder).items()}
 
 
-def test_each_context_of_the_answers_is_entered(tmp_path: Path) -> None:
-    """And nothing else, with what the model says of the text up to there."""
-    rows, model = own_answers(), make_model()
+def batches_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int]]:
+    """The texts that are learned from, in order, and where the answer of each begins."""
+    learn, seen = FIT.learn, []
+
+    def seeing(self: Any, given: Any) -> None:
+        for ids, labels, there in zip(given.input_ids, given.labels, given.attention_mask):
+            seen.append((ids[there > 0].tolist(), int((labels[there > 0] >= 0).nonzero()[0, 0])))
+        learn(self, given)
+
+    monkeypatch.setattr(FIT, "learn", seeing)
+    return seen
+
+
+def test_each_context_of_the_answers_is_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else, with what the model says of the text up to there; that of a context that
+    recurs is averaged, the later ones with more weight."""
+    rows, model, texts = own_answers(), make_model(), batches_of(monkeypatch)
     made = train(model, rows, NAME, tmp_path, {}, {**ONE_PASS, "held_out": 1})
     held = record(tmp_path)["data"]["held_out"]
     found = table_in(tmp_path)
@@ -71,21 +88,35 @@ def test_each_context_of_the_answers_is_entered(tmp_path: Path) -> None:
     for context, *entry in entries:
         known[tuple(token for token in context if token >= 0)] = entry
     assert len(known) == len(found["contexts"]) and made["trainable_parameters"] == 0
-    expected: dict[Any, list[Any]] = {}
-    for row in training.split(rows, 1)[0]:
-        text = row["prompt_ids"] + row["answer_ids"]
+    expected: dict[Any, dict[int, float]] = {}
+    for text, first in texts:
         with torch.no_grad():
             logits = model(torch.tensor([text])).logits[0].log_softmax(-1)
-        for end in range(len(row["prompt_ids"]), len(text)):
+        for end in range(first, len(text)):
+            best = logits[end - 1].exp().topk(NUM_READ)
+            said = dict(zip(best.indices.tolist(), best.values.tolist()))
             for length in range(1, ORDERS + 1):
-                expected.setdefault(tuple(text[end - length : end]), []).append(logits[end - 1])
-    assert held == 1 and known.keys() == expected.keys()
+                context = tuple(text[end - length : end])
+                before = expected.get(context, said)
+                mean = {
+                    token: (before.get(token, 0) + said.get(token, 0)) / 2
+                    for token in {*before, *said}
+                }
+                kept = sorted(mean, key=mean.__getitem__, reverse=True)[:NUM_READ]
+                stored = torch.tensor([mean[token] for token in kept]).log().half().float().exp()
+                expected[context] = dict(zip(kept, stored.tolist()))
+    assert held == 1 and len(texts) == len(rows) - 1 and known.keys() == expected.keys()
+    wrong = set()
     for context, (tokens, log_probs) in known.items():
-        # Of a context that several answers have, one of them.
-        best = [one.topk(len(tokens)) for one in expected[context]]
-        places = [at for at, one in enumerate(best) if torch.equal(one.indices, tokens.long())]
-        assert places, context
-        torch.testing.assert_close(log_probs.float(), best[places[0]].values, rtol=1e-2, atol=1e-2)
+        chances, real = log_probs.float().exp(), expected[context]
+        assert (chances.diff() <= 0).all()
+        ours = dict(zip(tokens.tolist(), chances.tolist()))
+        least = min(real.values())
+        for token in {*ours, *real}:
+            if abs(ours.get(token, least) - real.get(token, least)) > 2e-3:
+                wrong.add(context)
+    # Rounding decides which of two equal tokens is kept, whose later visits then count for more.
+    assert len(wrong) < 0.02 * len(known)
 
 
 def test_answers_make_drafts_of_the_same_prompts_longer(tmp_path: Path) -> None:
