@@ -17,10 +17,27 @@ from hf_spec.tools.data import hub_name, sha256
 PACKAGES = ("torch", "transformers", "peft", "hf_spec")
 
 
+def software() -> dict[str, Any]:
+    """Versions of Python, packages and this code, and the date."""
+    return {
+        **versions(),
+        "git_revision": _git_revision(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def versions() -> dict[str, Any]:
+    """Versions of Python and packages."""
+    return {
+        "python": platform.python_version(),
+        **{name: package_version(name) for name in PACKAGES},
+    }
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """Versions of Python and packages, the device, the CPU and its threads."""
     return {
-        "python": platform.python_version(), **{name: package_version(name) for name in PACKAGES},
+        **versions(),
         "device": str(device), "device_name": device_name(device),
         "cpu": cpu_name(), "threads": torch.get_num_threads(),
     }  # fmt: skip
@@ -56,8 +73,7 @@ def environment_of(model: Any, model_name: str, prompt_file: str | Path | None) 
         "dtype": str(model.dtype).removeprefix("torch."),
         "attn_implementation": getattr(model.config, "_attn_implementation", None),
         "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "git_revision": _git_revision(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **software(),
         "model": model_name,
         "prompts": None if prompt_file is None else str(prompt_file),
         "prompts_sha256": None if prompt_file is None else sha256(prompt_file),

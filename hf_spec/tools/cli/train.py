@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import os
 import sqlite3
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from shlex import quote
@@ -128,6 +129,13 @@ Turns = Annotated[
         "that the assistant answered there is, in chats that go on with the model's own answers.",
     ),
 ]
+Address = Annotated[
+    str | None,
+    Option(
+        help="OpenAI-compatible address of an engine that serves the model, such as "
+        "http://localhost:8000/v1: it answers, --batch-size prompts at a time."
+    ),
+]
 
 
 def distill(
@@ -138,6 +146,7 @@ def distill(
     max_new_tokens: opt.NewTokens = 128,
     batch_size: Annotated[int, Option(min=1, help="Prompts generated together.")] = 8,
     turns: Turns = "last",
+    endpoint: Address = None,
     strategy: Strategy = None,
     strategy_kwargs: opt.Kwargs = None,
     adapter: Adapter = None,
@@ -156,7 +165,8 @@ def distill(
     words of a user begin. Prompts and answers are written to answers.jsonl, as tokens and text, for
     load_dataset; provenance.json says how they were made. Prompts longer than the model's context
     are cut at the beginning, and counted. Repeat the command to continue an interrupted run.
-    'accelerate launch' distributes the work over several processes.
+    'accelerate launch' distributes the work over several processes. With --endpoint an engine such
+    as vLLM answers, and only the model's config and tokenizer are loaded here.
 
     \b
     Examples:
@@ -167,19 +177,30 @@ def distill(
       hf-spec distill --model M --prompts P.jsonl --output ./answers --do-sample --temperature 0.7
       accelerate launch --num_processes 2 -m hf_spec.tools.cli \\
           distill --model M --prompts P.jsonl --output ./answers
+      hf-spec distill --model M --prompts P.jsonl --output ./answers \\
+          --endpoint http://localhost:8000/v1 --batch-size 256
     """
     from hf_spec.draft.options import AUTO
     from hf_spec.tools.training import distill as work
+    from hf_spec.tools.training.endpoint import Endpoint
 
     # Everything that can be checked without a model comes first.
     sampling = opt.sampling(do_sample, temperature, top_k, top_p)
+    if endpoint is not None:
+        here = {
+            "--strategy": strategy, "--strategy-kwargs": strategy_kwargs, "--adapter": adapter,
+            "--dtype": None if dtype == NATIVE else dtype, "--device": device,
+            "--threads": threads,
+        }  # fmt: skip
+        _check_endpoint(endpoint, prompts, [name for name, value in here.items() if value])
     contender, adapters = _contender(strategy, strategy_kwargs, adapter)
     require("train", "accelerate", "datasets")
     if prompts:
         chosen, files = work.read_sources(prompts, limit)
     else:
         chosen, files, limit = [], {}, limit or OWN
-    dtype = native_dtype(device) if dtype == NATIVE else dtype
+    if endpoint is None and dtype == NATIVE:
+        dtype = native_dtype(device)
     drafts: dict[str, Any] = {"assistant_strategy": AUTO} if contender is None else contender.kwargs
     settings = {
         "model": model, "prompts": files, "limit": limit, "max_new_tokens": max_new_tokens,
@@ -187,24 +208,50 @@ def distill(
         "strategy_kwargs": drafts.get("assistant_kwargs", {}), "adapter": adapter,
         "dtype": dtype, "seed": seed, "temperature": None, "top_k": None, "top_p": None, **sampling,
     }  # fmt: skip
+    if endpoint is not None:
+        # How it computes is the engine's, and how many requests there are at once changes nothing.
+        unknown = ("batch_size", "strategy", "strategy_kwargs", "adapter", "dtype")
+        settings |= {**dict.fromkeys(unknown), "endpoint": True}
     check_writable(output)
     folder = work.AnswerFolder(output)
     finished, state = folder.check(settings), work.processes(device)
     said = f"finished before, with the same settings: {output}"
     if not finished:
-        made = _answered(settings, folder, chosen, contender, adapters, state, device, threads)
+
+        def engine() -> Any:
+            if endpoint is not None:
+                return Endpoint(endpoint, model, batch_size)
+            return _generating(settings, contender, adapters, state, device, threads)
+
+        made = _answered(settings, folder, chosen, state, engine)
         said = _summary(made, output)
     if state.is_main_process:
         echo(said)
     state.destroy_process_group()
 
 
+def _check_endpoint(address: str, prompts: list[str] | None, others: list[str]) -> None:
+    """Raise a ValueError if ``--endpoint`` is no address, or given with options of a model that is
+    loaded here, or in one of several processes."""
+    from hf_spec.tools.training.endpoint import base_address
+
+    base_address(address)
+    if others:
+        raise ValueError(
+            f"{', '.join(others)} with --endpoint: the engine at {address} says how its model "
+            "computes; leave out one of them"
+        )
+    if not prompts:
+        raise ValueError("--endpoint needs --prompts: only a model loaded here writes its own")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("--endpoint runs in a single process: start it without accelerate launch")
+
+
 def _answered(
-    settings: dict[str, Any], folder: Any, chosen: Any, contender: Any, adapters: Any, state: Any,
-    device: str | None, threads: int | None,
-) -> dict[str, Any]:  # fmt: skip
-    """Answer the prompts, or those that the model writes first if none are chosen; returns the
-    provenance."""
+    settings: dict[str, Any], folder: Any, chosen: Any, state: Any, load: Callable[[], Any]
+) -> dict[str, Any]:
+    """Have the prompts answered by what ``load`` gives, or those that its model writes first if
+    none are chosen; returns the provenance."""
     from hf_spec.tools.training import distill as work
 
     main, output = state.is_main_process, folder.path
@@ -216,33 +263,45 @@ def _answered(
         explained_interrupt("the same command continues"),
         exclusive(output / ".lock", refusal) if main else nullcontext(),
     ):
-        if state.num_processes > 1 and device is None:
-            device = str(state.device)
-        name, dtype = settings["model"], settings["dtype"]
-        if main:
-            echo(f"loading {name}", err=True)
-        loaded, tokenizer = load_model(name, dtype, device, adapters=adapters)
-        opt.use_threads(threads)  # after accelerate has set a number, too
+        engine = load()
         if not chosen:
             own = output / work.OWN_PROMPTS
             if main and not folder.begun:
                 how = settings["limit"], settings["batch_size"], settings["seed"]
-                work.write_own_prompts(loaded, tokenizer, own, *how)
+                work.write_own_prompts(engine.model, engine.tokenizer, own, *how)
             state.wait_for_everyone()
             chosen, _ = work.read_sources([own])
-        return work.distill(loaded, tokenizer, chosen, folder, settings, contender, state)
+        return work.distill(engine, chosen, folder, settings, state.wait_for_everyone)
+
+
+def _generating(
+    settings: dict[str, Any], contender: Any, adapters: Any, state: Any, device: str | None,
+    threads: int | None,
+) -> Any:  # fmt: skip
+    """The model, loaded here."""
+    from hf_spec.tools.training import distill as work
+
+    if state.num_processes > 1 and device is None:
+        device = str(state.device)
+    name = settings["model"]
+    if state.is_main_process:
+        echo(f"loading {name}", err=True)
+    loaded, tokenizer = load_model(name, settings["dtype"], device, adapters=adapters)
+    opt.use_threads(threads)  # after accelerate has set a number, too
+    return work.Generating(loaded, tokenizer, name, contender, state)
 
 
 def _summary(made: dict[str, Any], output: Path) -> str:
     """What was made, by its provenance."""
     measured, cut = made["measured"], made["truncated_prompts"]
     shortened = f", {cut:,} of them with a cut prompt" if cut else ""
-    by = made["chosen"].get("assistant_strategy", "plain generate")
+    by, tau = made["chosen"].get("assistant_strategy", "plain generate"), measured["tau"]
+    how = "by the engine" if tau is None else f"of generating with {by}, tau {tau:.2f}"
     return (
         f"examples: {made['rows']:,}{shortened}\n"
         f"tokens: {made['answer_tokens']:,}, {made['mean_answer_tokens']:.1f} per answer\n"
-        f"speed: {measured['tokens_per_second']:.1f} tokens/s in {measured['seconds']:.1f} s of "
-        f"generating with {by}, tau {measured['tau']:.2f}\nanswers: {output}"
+        f"speed: {measured['tokens_per_second']:.1f} tokens/s in {measured['seconds']:.1f} s {how}"
+        f"\nanswers: {output}"
     )
 
 

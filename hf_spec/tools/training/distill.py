@@ -1,8 +1,9 @@
 """Generates training data: a model's own answers to prompts, which it may write itself.
 
 The prompts are divided into batches of similar length. The answers of a batch depend only on the
-settings and its number, not on interruptions or the number of processes. Where all turns of chats
-are answered, the first ones of all chats are before the second ones, whose prompts hold them.
+settings and its number, not on interruptions or the number of processes; an engine behind an
+address (:mod:`hf_spec.tools.training.endpoint`) is sent each prompt by itself. Where all turns of
+chats are answered, the first ones of all chats are before the second ones, whose prompts hold them.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from jinja2 import TemplateError
@@ -43,8 +45,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds and forward passes of a batch, and its rows of the answers.
-Answered = tuple[float, int, list[dict[str, Any]]]
+#: Takes answers by the index of their prompts, the seconds since the last ones, and their forward
+#: passes, None if these are not known.
+Note = Callable[[dict[int, list[int]], float, int | None], None]
 #: Settings that are arguments of ``generate``; None is the model's own number.
 ARGUMENTS = ("do_sample", "max_new_tokens", "temperature", "top_k", "top_p")
 
@@ -155,55 +158,140 @@ def processes(device: str | None) -> PartialState:
 
 
 def distill(
-    model: Any, tokenizer: Any, prompts: Sequence[Prompt], folder: AnswerFolder,
-    settings: dict[str, Any], contender: Contender | None, state: PartialState,
+    engine: Engine, prompts: Sequence[Prompt], folder: AnswerFolder, settings: dict[str, Any],
+    wait: Callable[[], Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """Generate the answers that the folder lacks, finish it, and return its provenance, of which
-    ``measured`` is of this run. Every process calls this; the main process writes.
+    """Have the prompts answered that the folder lacks, finish it, and return its provenance, of
+    which ``measured`` is of this run. Every process calls this; the main process writes.
 
     Args:
-        model: in evaluation mode, on its device, with the adapter of ``contender`` loaded.
         folder: locked by the main process.
         settings: the values of the command's options that determine the answers, as JSON types;
             of ``prompts`` the name of each file by its SHA-256, none where the model wrote them.
-        contender: the strategy that ``settings`` names; None for the one that fits the model.
+        wait: returns when every process has called it.
     """
-    room = room_for_prompts(model, tokenizer, settings["max_new_tokens"])
+    tokenizer = engine.tokenizer
+    room = room_for_prompts(engine.model, tokenizer, settings["max_new_tokens"])
     chats = [
         one.turns() if settings["turns"] == ALL else [one]
         for one in usable(tokenizer, prompts, room)
     ]
-    facts = _facts(model, tokenizer, settings)
+    facts = _facts(engine, settings)
     folder.check(facts)
-    state.wait_for_everyone()  # no process writes before all have looked
-    if contender is None:
-        strategy = choose(model).strategy  # which fits the model, as auto finds it
-        contender = contender_of(strategy, default_options(strategy))
-    facts["chosen"] = contender.kwargs
-    given = {name: settings[name] for name in ARGUMENTS if settings[name] is not None}
-    with Session.open(model, tokenizer, given, [contender]) as session:
-        if state.is_main_process:
+    wait()  # no process writes before all have looked
+    with engine.ready(settings) as chosen:
+        facts["chosen"] = chosen
+        if engine.is_main:
             folder.begin(facts)
-        state.wait_for_everyone()
-        work = Work(tokenizer, session, contender, settings, folder, state)
+        wait()
+        work = Work(engine, settings, folder)
         for number in range(max(map(len, chats))):
             work.answer_turn(chats, number)
-        state.wait_for_everyone()
-    environment = environment_of(model, settings["model"], None)
-    for name in ("model", "prompts", "prompts_sha256", "argv"):  # known, or of this machine
-        del environment[name]
+        wait()
     total = sum(answer.length for answer in work.made.values())
     provenance = {
-        **facts, "model_revision": getattr(model.config, "_commit_hash", None),
-        "truncated_prompts": work.truncated, "processes": state.num_processes,
-        "environment": environment, "rows": len(work.made),
-        "answer_tokens": total, "mean_answer_tokens": total / len(work.made),
-        "measured": work.measured,
+        **facts, **engine.origin(), "truncated_prompts": work.truncated,
+        "processes": engine.processes, "rows": len(work.made), "answer_tokens": total,
+        "mean_answer_tokens": total / len(work.made), "measured": work.measured,
     }  # fmt: skip
-    if state.is_main_process:
+    if engine.is_main:
         write_json(folder.provenance, provenance)
-    state.wait_for_everyone()
+    wait()
     return provenance
+
+
+class Engine(Protocol):
+    """What answers prompts: a model here, or one behind an address.
+
+    Attributes:
+        model: what has its ``config`` and ``generation_config``.
+        processes: how many share the work.
+        is_main: whether this process writes.
+    """
+
+    model: Any
+    tokenizer: Any
+    processes: int
+    is_main: bool
+
+    def weights(self) -> dict[str, Any]:
+        """For the provenance: what tells the weights from others under the same name."""
+
+    def origin(self) -> dict[str, Any]:
+        """For the provenance: the model's commit, the environment, and what else is known."""
+
+    def ready(self, settings: Mapping[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+        """Within the block it answers with these settings; gives the options with which it does."""
+
+    def answer(
+        self, token_ids: dict[int, list[int]], made: Mapping[int, Answer], note: Note
+    ) -> None:
+        """Answer those of these prompts that are not made, and note answers as they come."""
+
+
+class Generating:
+    """A model in this process, or one in each of several, which share batches of prompts.
+
+    Args:
+        model: in evaluation mode, on its device, with the adapter of ``contender`` loaded.
+        name: of the model, as it was typed.
+        contender: the strategy that answers; None for the one that fits the model.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, name: str, contender: Contender | None,
+        state: PartialState,
+    ):  # fmt: skip
+        if contender is None:
+            strategy = choose(model).strategy  # which fits the model, as auto finds it
+            contender = contender_of(strategy, default_options(strategy))
+        self.model, self.tokenizer, self._name = model, tokenizer, name
+        self._contender, self._state, self._batches = contender, state, 0
+        self.processes, self.is_main = state.num_processes, state.is_main_process
+
+    def weights(self) -> dict[str, Any]:
+        return {"model_fingerprint": fingerprint(self.model)}
+
+    def origin(self) -> dict[str, Any]:
+        environment = environment_of(self.model, self._name, None)
+        for name in ("model", "prompts", "prompts_sha256", "argv"):  # known, or of this machine
+            del environment[name]
+        revision = getattr(self.model.config, "_commit_hash", None)
+        return {"model_revision": revision, "environment": environment}
+
+    @contextmanager
+    def ready(self, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        given = {name: settings[name] for name in ARGUMENTS if settings[name] is not None}
+        self._settings = settings
+        with Session.open(self.model, self.tokenizer, given, [self._contender]) as session:
+            self._session = session
+            yield self._contender.kwargs
+
+    def answer(
+        self, token_ids: dict[int, list[int]], made: Mapping[int, Answer], note: Note
+    ) -> None:
+        from accelerate.utils import gather_object
+
+        indices, lengths = [*token_ids], [len(ids) for ids in token_ids.values()]
+        grouped = batches(lengths, self._settings["batch_size"])
+        numbered = enumerate(([indices[place] for place in own] for own in grouped), self._batches)
+        self._batches += len(grouped)
+        work = [(number, batch) for number, batch in numbered if not made.keys() >= {*batch}]
+        self._state.wait_for_everyone()
+        for start in range(0, len(work), self.processes):
+            own = work[start : start + self.processes][self._state.process_index :][:1]
+            done = [self._answer_batch(number, batch, token_ids) for number, batch in own]
+            for found in gather_object(done):
+                note(*found)
+
+    def _answer_batch(
+        self, number: int, indices: list[int], token_ids: dict[int, list[int]]
+    ) -> tuple[dict[int, list[int]], float, int]:
+        """Answers by index, and the seconds and forward passes that they took."""
+        seed_batch(self._settings["seed"], number)
+        batch = [token_ids[index] for index in indices]
+        seconds, answers, steps, _ = self._session.generate(self._contender, batch)
+        return dict(zip(indices, answers)), seconds, steps
 
 
 class Work:
@@ -215,22 +303,21 @@ class Work:
         truncated: number of prompts that were cut.
     """
 
-    def __init__(
-        self, tokenizer: Any, session: Session, contender: Contender, settings: dict[str, Any],
-        folder: AnswerFolder, state: PartialState,
-    ):  # fmt: skip
-        self.tokenizer, self.session, self.contender = tokenizer, session, contender
-        self.settings, self.folder, self.state = settings, folder, state
-        self.made, self.truncated, self._batches = folder.made(), 0, 0
-        self._tokens, self._steps, self._seconds = 0, 0, 0.0
+    def __init__(self, engine: Engine, settings: dict[str, Any], folder: AnswerFolder):
+        self.tokenizer, self.engine = engine.tokenizer, engine
+        self.settings, self.folder = settings, folder
+        self.made, self.truncated = folder.made(), 0
+        self._tokens, self._seconds = 0, 0.0
+        self._steps: int | None = 0
 
     @property
-    def measured(self) -> dict[str, float]:
-        """What was measured in this run."""
+    def measured(self) -> dict[str, float | None]:
+        """What was measured in this run; an engine does not say its tau."""
+        steps = self._steps
         return {
             "answer_tokens": self._tokens, "seconds": self._seconds,
             "tokens_per_second": self._tokens / max(self._seconds, 1e-9),
-            "tau": self._tokens / max(self._steps, 1),
+            "tau": None if steps is None else self._tokens / max(steps, 1),
         }  # fmt: skip
 
     def answer_turn(self, chats: Sequence[Sequence[Prompt]], number: int) -> None:
@@ -246,48 +333,34 @@ class Work:
                 prompts[first + number] = turns[number].after(own)
             first += len(turns)
         encoded, cut = encode_prompts(
-            self.session.model, self.tokenizer, list(prompts.values()),
+            self.engine.model, self.tokenizer, list(prompts.values()),
             self.settings["max_new_tokens"],
         )  # fmt: skip
         self.truncated += cut
         token_ids = dict(zip(prompts, encoded))
-        indices, lengths = [*prompts], [len(ids) for ids in encoded]
-        grouped = batches(lengths, self.settings["batch_size"])
+        with progress_bar("answering", self.engine.is_main) as progress:
 
-        def answer(number: int, indices: list[int]) -> Answered:
-            seed_batch(self.settings["seed"], number)
-            batch = [token_ids[index] for index in indices]
-            seconds, answers, steps, _ = self.session.generate(self.contender, batch)
-            pairs = zip(indices, batch, answers)
-            return seconds, steps, [_row(self.tokenizer, i, prompts[i], *ids) for i, *ids in pairs]
+            def show() -> None:
+                speed = self.engine.processes * self._tokens / max(self._seconds, 1e-9)
+                done = len(prompts.keys() & self.made.keys())
+                progress(done, len(prompts), note=f"{speed:,.0f} tokens/s" if speed else "")
 
-        self._answer_all(answer, [[indices[place] for place in batch] for batch in grouped])
+            def note(found: dict[int, list[int]], seconds: float, steps: int | None) -> None:
+                self._tokens += sum(map(len, found.values()))
+                self._seconds += seconds
+                self._steps = None if steps is None else (self._steps or 0) + steps
+                rows = [
+                    _row(self.tokenizer, index, prompts[index], token_ids[index], ids)
+                    for index, ids in found.items()
+                    if index not in self.made
+                ]
+                self.made |= {row["index"]: Answer.of(row) for row in rows}
+                if self.engine.is_main:
+                    self.folder.add(rows)
+                show()
 
-    def _answer_all(
-        self, answer: Callable[[int, list[int]], Answered], everything: Sequence[list[int]]
-    ) -> None:
-        """Fill the folder with those of these batches that it lacks, which processes share."""
-        from accelerate.utils import gather_object
-
-        state, first = self.state, self._batches
-        self._batches += len(everything)
-        numbered = enumerate(everything, first)
-        work = [(i, batch) for i, batch in numbered if not self.made.keys() >= {*batch}]
-        state.wait_for_everyone()
-        with progress_bar("answering", state.is_main_process) as progress:
-            for start in range(0, len(work), state.num_processes):
-                done = len(everything) - len(work) + start
-                speed = state.num_processes * self.measured["tokens_per_second"]
-                progress(done, len(everything), note=f"{speed:,.0f} tokens/s" if speed else "")
-                own = work[start : start + state.num_processes][state.process_index :][:1]
-                for spent, taken, rows in gather_object([answer(*one) for one in own]):
-                    self._seconds, self._steps = self._seconds + spent, self._steps + taken
-                    self._tokens += sum(len(row["answer_ids"]) for row in rows)
-                    new = [row for row in rows if row["index"] not in self.made]
-                    self.made |= {row["index"]: Answer.of(row) for row in new}
-                    if state.is_main_process:
-                        self.folder.add(new)
-            progress(len(everything), len(everything))
+            show()
+            self.engine.answer(token_ids, self.made, note)
 
 
 def _row(
@@ -310,14 +383,14 @@ def default_options(strategy: Any) -> dict[str, Any]:
     return {"drafting": "always", **few}
 
 
-def _facts(model: Any, tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def _facts(engine: Engine, settings: dict[str, Any]) -> dict[str, Any]:
     """All that the answers depend on, as JSON types."""
-    defaults = model.generation_config.to_diff_dict()
+    defaults = engine.model.generation_config.to_diff_dict()
     defaults.pop("transformers_version", None)
     config = {key: defaults[key] for key in defaults if key[0] != "_"}
     facts = {
-        **settings, "model_fingerprint": fingerprint(model),
-        "tokenizer_sha256": tokenizer_sha256(tokenizer), "generation_config": config,
+        **settings, **engine.weights(), "tokenizer_sha256": tokenizer_sha256(engine.tokenizer),
+        "generation_config": config,
     }  # fmt: skip
     return json.loads(json.dumps(facts))
 
