@@ -377,6 +377,7 @@ class StepPolicy:
         #: next one is chosen by the times of its kind, which is that of the last one.
         self._key, self._recorded = setting, recorded or _recorded(setting) in learned.settings
         self.setting = self._own()
+        self._paused = False
         self._drafts = False  # whether this step's trees were chosen
         self._before = 0.0, 0  # seconds of drafting, and forwards
         self._steps: Counter[tuple[int, int]] = Counter()
@@ -387,6 +388,7 @@ class StepPolicy:
     def begin(self) -> None:
         """Called when another text begins."""
         self.learned.budget.begin()
+        self._paused = self.enabled and self.learned.budget.paused
 
     def move(self, rows: int) -> None:
         """Go on with a smaller batch."""
@@ -420,8 +422,9 @@ class StepPolicy:
 
     @property
     def paused(self) -> bool:
-        """Whether the strategy's own draft tokens and probes have not paid of late."""
-        return self.enabled and self.learned.budget.paused
+        """Whether the strategy's own draft tokens and probes have not paid of late. It stays the
+        same in a step, whatever other calls learn meanwhile."""
+        return self._paused
 
     @locked
     def draft_cost(self) -> float | None:
@@ -530,7 +533,7 @@ class StepPolicy:
         plain, budget = times.plain_seconds(), self.learned.budget
         if not self.enabled or not live:
             return
-        if not self._drafts or budget.paused:
+        if not self._drafts or self._paused:
             budget.wait()
         elif plain:
             # Nothing is cheaper than a plain step. A stall says nothing, nor does a warm-up: what
@@ -538,6 +541,7 @@ class StepPolicy:
             # would otherwise look like a cost.
             usual = max(expected or plain, plain)
             budget.charge(tokens / live, ratio(seconds, usual) * usual / plain, live)
+        self._paused = budget.paused
 
     @locked
     def details(self) -> dict[str, Any]:

@@ -515,6 +515,24 @@ def test_look_ups_go_on_while_the_rest_pauses(looks_up: bool, comes: bool) -> No
     assert policy.learned.budget.lost > 0
 
 
+def test_whether_a_call_pauses_does_not_change_within_its_step() -> None:
+    """Other calls spend the budget that they share, or leave enough of it, at any moment: what is
+    asked for at a step's begin is then still what its end counts on."""
+    policy = StepPolicy(SpecStats(), Learned(), HERE)
+    for _ in range(2):  # the first step is a warm-up
+        policy.observe(PLAIN, [1], 1.0)
+    assert policy.drafts() and not policy.paused
+    budget = policy.learned.budget
+    budget.charge(1.0, 50.0, 1)
+    assert budget.paused and not policy.paused
+    policy.observe(PLAIN, [1], 1.0)
+    assert policy.paused
+    budget.lost, budget.paused = 0.0, False
+    assert policy.paused and not policy.drafts()
+    policy.observe(PLAIN, [1], 1.0)
+    assert policy.drafts() and not policy.paused
+
+
 # -- sizes -------------------------------------------------------------------------------------
 
 
