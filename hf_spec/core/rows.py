@@ -45,15 +45,18 @@ class Holds:
             with tuples or dictionaries of both, or None.
         per_row: names of those with tensors that differ from step to step, tuples of them, or None.
             The code gives them anew.
+        taken: names of those that the code takes alone: tensors, anything else, by which code is
+            told apart, or tuples and dictionaries of both.
     """
 
     held: ClassVar[Sequence[str]] = ()
     per_row: ClassVar[Sequence[str]] = ()
+    taken: ClassVar[Sequence[str]] = ()
 
     @property
     def layout(self) -> Hashable:
         """What code depends on besides the shapes of the tensors."""
-        return tuple(one.layout for one in self._held() if not isinstance(one, Tensor))
+        return tuple(_layout(getattr(self, name)) for name in (*self.held, *self.taken))
 
     def tensors(self) -> list[Tensor]:
         """Those in fixed memory, always in the same order."""
@@ -63,7 +66,8 @@ class Holds:
     def changing(self) -> list[Tensor]:
         """All others, in the same order."""
         parts = ([] if isinstance(one, Tensor) else one.changing() for one in self._held())
-        return [tensor for part in parts for tensor in part] + [*_inside(self, self.per_row)]
+        own = _inside(self, (*self.per_row, *self.taken))
+        return [*(tensor for part in parts for tensor in part), *own]
 
     def using(self, tensors: Iterator[Tensor], changing: Iterator[Tensor]) -> Self:
         """A copy that holds these in place of :meth:`tensors` and :meth:`changing`."""
@@ -71,6 +75,8 @@ class Holds:
         for name in self.held:
             setattr(own, name, _replaced(getattr(self, name), tensors, changing))
         own.take(changing)
+        for name in self.taken:
+            setattr(own, name, _replaced(getattr(self, name), changing, changing))
         return own
 
     def renewed(self) -> Sequence[Tensor]:
@@ -150,16 +156,31 @@ def _inside(owner: Any, names: Iterable[str]) -> Iterator[Any]:
         value = values.pop(0)
         if isinstance(value, (tuple, list, Mapping)):
             values[:0] = value.values() if isinstance(value, Mapping) else value
-        elif value is not None:
+        elif isinstance(value, Tensor) or _is_part(value):
             yield value
 
 
+def _is_part(value: Any) -> bool:
+    return hasattr(value, "changing") and hasattr(value, "using")
+
+
+def _layout(value: Any) -> Hashable:
+    """What code depends on in the value of an attribute, besides the shapes of tensors."""
+    if isinstance(value, Tensor):
+        return "tensor"
+    if isinstance(value, Mapping):
+        return tuple((name, _layout(part)) for name, part in value.items())
+    if isinstance(value, (tuple, list)):
+        return tuple(_layout(part) for part in value)
+    return value.layout if _is_part(value) else repr(value)
+
+
 def _replaced(value: Any, tensors: Iterator[Tensor], changing: Iterator[Tensor]) -> Any:
-    if value is None or isinstance(value, Tensor):
-        return None if value is None else next(tensors)
+    if isinstance(value, Tensor):
+        return next(tensors)
     if isinstance(value, (tuple, list, Mapping)):
         return _of_parts(lambda part: _replaced(part, tensors, changing), value)
-    return value.using(tensors, changing)
+    return value.using(tensors, changing) if _is_part(value) else value
 
 
 def _of_parts(change: Callable[..., Any], value: Any, *others: Any) -> Any:

@@ -3,34 +3,34 @@ to step as its inputs."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.device import bucket, to_device
+from hf_spec.core.rows import Holds
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.target.graphs import DraftProgram, Graphs
 from hf_spec.target.target import Block, ForwardContext, Output, Target
 
-#: Attributes of a target that differ between calls: tensors, or values by name.
-_VARIABLES = (
-    "position_shift", "last_position", "axes", "probe_embeddings", "front_seen",
-    "model_kwargs", "row_kwargs", "per_token",
-)  # fmt: skip
 #: Least number of nodes, padding included, of a tree that is forwarded in parts.
 PARTS = 64
 
 
-class CompiledTarget(Target):
+class CompiledTarget(Target, Holds):
     """A target whose steps are compiled; prompts are not."""
 
+    held = ("cache",)
+    taken = (
+        "position_shift", "last_position", "axes", "probe_embeddings", "front_seen",
+        "model_kwargs", "row_kwargs", "per_token",
+    )  # fmt: skip
     graphs: Graphs  # keeps the compiled code
 
     def __init__(self, *args: Any, graphs: Graphs, **kwargs: Any):
@@ -58,30 +58,10 @@ class CompiledTarget(Target):
             return super().step(tree, first, keys, changes, verify, after)
         return _Step(self, tree, first, keys, changes, verify, after).run()
 
-    def variables(self) -> tuple[dict[tuple[str, str], Tensor], Hashable]:
-        """What forwards read besides the tree and the KV cache: tensors by attribute and name,
-        which :meth:`traced_with` replaces, and a key of everything else."""
-        named: dict[tuple[str, str], Tensor] = {}
-        others = []
-        for attribute in _VARIABLES:
-            held = getattr(self, attribute)
-            for name, value in (held if isinstance(held, dict) else {"": held}).items():
-                if isinstance(value, Tensor):
-                    named[attribute, name] = value
-                else:
-                    others.append((attribute, name, repr(value)))
-        return named, tuple(others)
-
-    def traced_with(
-        self, cache: TreeCache, variables: dict[tuple[str, str], Tensor]
-    ) -> CompiledTarget:
-        """The same with these cache and :meth:`variables`, as a graph sees them."""
-        own = copy.copy(self)
+    def using(self, tensors: Iterator[Tensor], changing: Iterator[Tensor]) -> Self:
+        """See :class:`hf_spec.core.rows.Holds`; as it is before its first forward."""
+        own = super().using(tensors, changing)
         own._watching, own._prunes, own._context = None, False, ForwardContext()
-        own.cache = cache
-        for (attribute, name), value in variables.items():
-            held = {**getattr(own, attribute), name: value} if name else value
-            setattr(own, attribute, held)
         return own
 
 
@@ -90,19 +70,17 @@ class _Inputs(NamedTuple):
 
     Attributes:
         drafter: buffers of the :class:`DraftProgram`.
-        cache: those of the KV cache.
-        lengths: one, ``(batch,)``
+        target: the target's, with those of the KV cache.
+        changing: those of its that differ from call to call, and the cache's lengths.
         tree: the parts of the padded tree.
-        variables: see :meth:`CompiledTarget.variables`.
         first: ``(1,)`` the first node to forward, if it is not the root.
         rule, drafting: what changes for the two programs.
     """
 
     drafter: Sequence[Tensor]
-    cache: Sequence[Tensor]
-    lengths: Sequence[Tensor]
+    target: Sequence[Tensor]
+    changing: Sequence[Tensor]
     tree: Sequence[Tensor]
-    variables: Sequence[Tensor]
     first: Sequence[Tensor]
     rule: Sequence[Tensor]
     drafting: Sequence[Tensor]
@@ -133,13 +111,12 @@ class _Step:
     def run(self) -> Output:
         target, cache, graphs = self.target, self.target.cache, self.target.graphs
         cache.reserve(max(self.padded.num_nodes, self.first + self.width), self.first)
-        self.named, others = target.variables()
         parts = self._inputs()
         inputs, self.sizes = [*chain(*parts)], [len(part) for part in parts]
         after, verify = self.after, self.verify
         key = (
-            "forward", cache.layout, self.changes is not None, tuple(self.named), others,
-            bool(self.first), verify and verify.key, self.padded.group, after and after.key,
+            "forward", target.layout, self.changes is not None, bool(self.first),
+            verify and verify.key, self.padded.group, after and after.key,
         )  # fmt: skip
         # Each commit makes other recurrent states.
         static = len(cache.states.members) + (0 if after is None else len(after.buffers))
@@ -150,32 +127,29 @@ class _Step:
         return self._output(*found)
 
     def _inputs(self) -> _Inputs:
-        cache, after = self.target.cache, self.after
-        first = to_device([self.first], cache.lengths.device) if self.first else None
+        target, after = self.target, self.after
+        first = [to_device([self.first], target.cache.lengths.device)] if self.first else []
         before, drafting = ([], []) if after is None else (after.buffers, after.inputs)
         rule = [] if self.verify is None else self.verify.inputs
         tree = [part for part in self.padded.tensors if part is not None]
-        changing = tree, [*self.named.values()], rule, drafting
-        tree, variables, rule, drafting = ([x.contiguous() for x in part] for part in changing)
-        return _Inputs(
-            before, cache.tensors(), cache.changing(), tree, variables,
-            [] if first is None else [first], rule, drafting,
-        )  # fmt: skip
+        changing, tree, rule, drafting = (
+            [one.contiguous() for one in part] for part in (target.changing(), tree, rule, drafting)
+        )
+        return _Inputs(before, target.tensors(), changing, tree, first, rule, drafting)
 
     def _function(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         rest = iter(tensors)
         given = _Inputs(*([*islice(rest, size)] for size in self.sizes))
-        target = self.target
+        own = self.target.using(iter(given.target), iter(given.changing))
+        cache, begun = own.cache, self.target.cache.block
+        assert begun is not None
         rows = Tree.of_tensors(given.tree, self.padded.group)
-        nodes = torch.arange(self.width, device=target.cache.lengths.device)
+        nodes = torch.arange(self.width, device=cache.lengths.device)
         for first in given.first:
             nodes = nodes + first
-        cache = target.cache.using(iter(given.cache), iter(given.lengths))
-        assert target.cache.block is not None
-        cache.begin_given(rows, nodes, target.cache.block.front)
-        own = target.traced_with(cache, dict(zip(self.named, given.variables)))
+        cache.begin_given(rows, nodes, begun.front)
         block = Block.of(rows, nodes if self.first else slice(None))
-        output = own.forward(block, target.cache.capacity, self.changes)
+        output = own.forward(block, self.target.cache.capacity, self.changes)
         found = [output.logits] + ([] if output.hidden is None else [output.hidden])
         kept = [] if cache.recurrent is None else cache.recurrent.kept_tensors()
         return (*found, *self._ending(rows, output, given, cache), *kept)
