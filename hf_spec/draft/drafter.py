@@ -249,7 +249,8 @@ class Drafter(FollowsRows, CandidateGenerator):
             own.advance(result, read.hidden)
             _learn(every, result, read)
             if own.static is None:
-                packed = _likeliest(every, root, noise, trust, count, depth)
+                both = _of_tokens(noise, own), noise
+                packed = _likeliest(every, root, both, trust, count, depth)
             else:
                 trees = tuple(one.tree for one in own.static.states)
                 packed = _ranked(own, root, trees, _known(own, root))
@@ -355,13 +356,23 @@ class Drafter(FollowsRows, CandidateGenerator):
         predictor.catch_up(state)
         reads, rows, cost = not is_async(root.device), state.active, state.draft_cost
         count, depth, goes_on = amount(predictor, self._taken, depth, rows, cost, reads)
-        noise, trust = None, predictor.trust
-        if state.noise is not None and predictor.weighs and depth:
-            noise = state.noise.ahead(depth)
+        noise, trust = self._noise(state, predictor, depth), predictor.trust
         packed = _likeliest(self._predictors, root, noise, trust, count, depth, goes_on)
         state.stats.num_draft_forwards += predictor.forwards
         predictor.forwards = 0
         return Grown(packed, trust=trust)
+
+    def _noise(
+        self, state: DecodeState, predictor: Predictor, depth: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What draft tokens so deep will be sampled with: the predictor's own, and all, if another
+        one's join them."""
+        if state.noise is None or not predictor.weighs or not depth:
+            return None, None
+        if self.also is None:
+            return state.noise.ahead(depth, predictor.token_ids), None
+        every = state.noise.ahead(depth)
+        return _of_tokens(every, predictor), every
 
     def _whole(self, tree: Tree, predictor: Predictor) -> Tree:
         """Trees that have grown, with all probes if they are forwarded whole."""
@@ -435,19 +446,24 @@ def _learn(predictors: Sequence[Predictor], result: StepResult, read: Read) -> N
             one.learn(result, found)
 
 
+def _of_tokens(noise: Tensor | None, predictor: Predictor) -> Tensor | None:
+    """Of the noise of all tokens that of those that a predictor predicts."""
+    if noise is None or predictor.token_ids is None:
+        return noise
+    return noise[..., predictor.token_ids]
+
+
 def _likeliest(
-    predictors: Sequence[Predictor], root: Tensor, noise: Tensor | None,
+    predictors: Sequence[Predictor], root: Tensor, noise: tuple[Tensor | None, Tensor | None],
     trust: Sequence[float] | Tensor, count: int, depth: int, goes_on: GoesOn | None = None,
 ) -> Tensor:  # fmt: skip
-    """The likeliest trees, packed; the arguments as of :func:`grow` and :meth:`Predictor.levels`,
-    but the noise is that of all tokens."""
+    """The likeliest trees, packed; the arguments as of :func:`grow` and :meth:`Predictor.levels`.
+    The noise is that of the first one's tokens, and that of all for the others."""
     predictor, *others = predictors
-    own = noise
-    if noise is not None and predictor.token_ids is not None:
-        own = noise[..., predictor.token_ids]
+    own, every = noise
     levels = predictor.levels(root, depth, count, own)
     for other in others:
-        levels = other.joined(levels, noise)
+        levels = other.joined(levels, every)
     packed = grow(levels, root, count, depth, trust, predictor.width, goes_on)
     predictor.finish()
     return packed

@@ -43,3 +43,25 @@ def test_the_noise_raises_acceptance(
     monkeypatch.setattr(SamplingNoise, "ahead", lambda *args, **kwargs: 0 * ahead(*args, **kwargs))
     same, guessing = run()
     assert same == texts and knowing > 1.4 * guessing
+
+
+@pytest.mark.parametrize("recycle", [False, True])
+def test_the_noise_of_a_draft_vocabulary_is_that_of_its_tokens(
+    fresh: Tiny, monkeypatch: pytest.MonkeyPatch, recycle: bool
+) -> None:
+    """No logarithms of other tokens are taken, unless candidates among all tokens join trees."""
+    model: Any = fresh("llama_tied")
+    model.add_adapter(hf_spec.Eagle3Config(draft_vocab_size=40))
+    sizes, ahead = set(), SamplingNoise.ahead
+
+    def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found = ahead(*args, **kwargs)
+        sizes.add(found.shape[-1])
+        return found
+
+    monkeypatch.setattr(SamplingNoise, "ahead", noted)
+    model.generate(
+        torch.randint(3, VOCAB, (2, 9)), do_sample=True, max_new_tokens=8,
+        assistant_strategy="eagle3", assistant_kwargs={"drafting": "always", "recycle": recycle},
+    )  # fmt: skip
+    assert sizes == {VOCAB if recycle else 40}
