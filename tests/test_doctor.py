@@ -9,7 +9,7 @@ from tiny_checkpoint import make_model, make_tokenizer
 
 import hf_spec
 from hf_spec.decoding.call import choose
-from hf_spec.tools.bench.diagnosis import diagnose, supported
+from hf_spec.tools.bench.checking import diagnose, supported
 from hf_spec.tools.bench.prompts import Prompt
 from hf_spec.tools.bench.runner import Session
 from hf_spec.tools.cli import main

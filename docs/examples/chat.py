@@ -12,7 +12,7 @@ import gradio
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
-from hf_spec.tools.demo.steps import StepStreamer, pieces
+from hf_spec.tools.demo import StepStreamer, pieces
 
 COLORS = "#a9dce3", "#fbe29a"
 

@@ -29,8 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 import hf_spec  # noqa: E402, F401
 from hf_spec.files import write_atomically  # noqa: E402
-from hf_spec.tools.demo import model_folder  # noqa: E402
-from hf_spec.tools.demo.steps import StepStreamer  # noqa: E402
+from hf_spec.tools.demo import StepStreamer, model_folder  # noqa: E402
 
 DOCS = Path(__file__).parent.parent
 BENCHMARKS = DOCS / "inside" / "benchmarks.md"

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from hf_spec.core.shapes import TokenTree
-from hf_spec.tools.demo.steps import VerifiedTree, pieces
+from hf_spec.tools.demo import VerifiedTree, pieces
 
 #: Backgrounds of neighboring steps.
 STEP_COLORS = ("#a9dce3", "#fbe29a")

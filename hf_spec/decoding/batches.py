@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
+import itertools
+import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.generation.streamers import BaseStreamer
 
 from hf_spec.decoding.call import check_strategy
+from hf_spec.decoding.sharing import StepSharing, ThreadState, share_steps, takes_turns
 from hf_spec.draft.options import DraftOptions
 from hf_spec.modeling_patches.weights import vocabulary
 
@@ -117,12 +129,11 @@ def init_continuous_batching(
         workload_hints: there is nothing to be sized by them.
 
     Returns:
-        A :class:`hf_spec.decoding.manager.RequestManager`.
+        A :class:`hf_spec.decoding.batches.RequestManager`.
 
     Raises:
         ValueError: an option does not work with a strategy.
     """
-    from hf_spec.decoding.manager import RequestManager  # loads Transformers' batching
 
     given: Any = copy.deepcopy(generation_config or model.generation_config)
     batching = continuous_batching_config or getattr(given, "continuous_batching_config", None)
@@ -186,3 +197,393 @@ def _ends(model: Any, config: Any) -> set[int]:
     eos = config.eos_token_id
     eos = model.generation_config.eos_token_id if eos is None else eos
     return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+
+
+# --------------------------------------------------------------------------------------------------
+# Requests that come and go, answered with a strategy: Transformers' ``ContinuousBatchingManager``
+# for strategies.
+
+logger = logging.getLogger(__name__)
+
+#: Called with what a request has so far.
+Handler = Callable[[GenerationOutput], None]
+
+
+class _Left(Exception):
+    """Ends the call of a request that nobody waits for."""
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request.
+
+    Attributes:
+        config: of its call.
+        parent: the request whose prompt it answers once more, or itself.
+        left: whether its call is to end early.
+        why: the error for whoever waits for it then; None if nobody does.
+    """
+
+    name: str
+    parent: str
+    prompt: list[int]
+    config: GenerationConfig
+    streaming: bool
+    stamped: bool
+    created: float = field(default_factory=time.perf_counter)
+    began: float = -1
+    ended: float = -1
+    status: RequestStatus = RequestStatus.PENDING
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    error: str | None = None
+    left: bool = False
+    why: str | None = None
+
+    @property
+    def output(self) -> GenerationOutput:
+        """What there is so far."""
+        return GenerationOutput(
+            self.name, self.prompt, self.tokens[:], status=self.status, error=self.error,
+            created_time=self.created, lifespan=(self.began, self.ended),
+            timestamps=self.times[:] if self.stamped else None,
+        )  # fmt: skip
+
+    def is_over(self, token: int) -> bool:
+        """Whether this token is its last."""
+        eos: Any = self.config.eos_token_id
+        ends = () if eos is None else (eos,) if isinstance(eos, int) else eos
+        return token in ends or len(self.tokens) == self.config.max_new_tokens
+
+
+class _Streamer(BaseStreamer):
+    """Gets the tokens of a request."""
+
+    def __init__(self, request: _Request, deliver: Handler):
+        self._request, self._deliver, self._begun = request, deliver, False
+
+    def put(self, value: Tensor) -> None:
+        request, begun, self._begun = self._request, self._begun, True
+        if request.left:
+            raise _Left
+        if not begun:  # the prompt
+            return
+        for token in value.flatten().tolist():
+            request.status = RequestStatus.DECODING
+            request.tokens.append(token)
+            request.times.append(time.perf_counter())
+            if request.streaming and not request.is_over(token):
+                self._deliver(request.output)
+
+    def end(self) -> None: ...
+
+
+class RequestManager:
+    """Answers requests with a strategy as they come: ``model.init_continuous_batching``.
+
+    It has the methods of Transformers' ``ContinuousBatchingManager``. Each request is a call of
+    ``generate`` in a thread of its own, and they share their steps
+    (:func:`hf_spec.share_steps`). Several answers to a prompt are a call each. Results come in the
+    order in which they are ready.
+
+    Args:
+        model: the model.
+        config: options of all requests, with the strategy.
+        max_rows: most requests at once.
+    """
+
+    #: There is nothing to warm up.
+    warmed_up = True
+
+    def __init__(self, model: Any, config: GenerationConfig, max_rows: int):
+        self.model, self.generation_config, self.max_rows = model.eval(), config, max_rows
+        self.num_return_sequences = config.num_return_sequences or 1
+        compiles = config.cache_implementation is not None or config.compile_config is not None
+        self._shares = takes_turns(model) is None and not compiles
+        #: Taken itself, as an interrupt within a condition's ``__enter__`` would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting: list[_Request] = []  # to be started
+        self._open: dict[str, _Request] = {}  # not yet ended
+        self._results: deque[GenerationOutput] = deque()
+        self._handlers: dict[str, Handler] = {}
+        self._pauses: list[int] = []  # threads
+        self._numbers, self._at_work = itertools.count(), 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._sharing: StepSharing | None = None  # if it is this one's to end
+        self._state: ThreadState | None = None
+        self._stops = False
+
+    # -- begin and end -----------------------------------------------------------------------
+
+    def warmup(self) -> None:
+        """Nothing: recorded steps are made by ``hf_spec.warm_up``."""
+
+    def is_running(self) -> bool:
+        """Whether it answers requests: it was started, and has not ended since."""
+        return self._pool is not None
+
+    def start(self) -> None:
+        """Answer the requests that were added, and those to come."""
+        with self._lock:
+            if self._pool is not None:
+                logger.warning("the manager is running already.")
+                return
+            self._stops, self._state = False, ThreadState.of_this(self.model.device)
+            if self._shares and StepSharing.of(self.model) is None:
+                self._sharing = share_steps(self.model, self.max_rows)
+            self._pool = ThreadPoolExecutor(self.max_rows if self._shares else 1)
+            for request in self._waiting:
+                self._pool.submit(self._run, request)
+            self._waiting.clear()
+
+    def stop(
+        self, block: bool = True, timeout: float | None = None, keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:  # fmt: skip
+        """Take no more requests, and end with the last one. It may be started again.
+
+        Args:
+            block: wait for the end.
+            timeout: seconds to wait for it at most; None: as long as it takes.
+            keep_for_next_session: there is no cache that could be kept.
+            hard_stop: end all requests, which fail.
+
+        Raises:
+            RuntimeError: within a pause of this thread, which requests would wait for.
+        """
+        with self._lock:
+            if self._pool is None:
+                logger.warning("the manager was not started.")
+                return
+            if threading.get_ident() in self._pauses:
+                raise RuntimeError("stop() within pause(): leave the pause first.")
+            self._stops = True
+            for request in self._open.values() if hard_stop else ():
+                request.left = True
+                request.why = "the manager was stopped before this request was answered"
+            self._end_if_idle()
+            self._changed.notify_all()
+            if block and not self._changed.wait_for(lambda: self._pool is None, timeout):
+                logger.warning("requests are still answered after %s s.", timeout)
+
+    def join(self, stop_trigger_time: float = 0.0, timeout: float | None = None) -> None:
+        """Wait, after ``stop(block=False)``, for the end."""
+        with self._lock:
+            self._changed.wait_for(lambda: self._pool is None, timeout)
+
+    def destroy(self) -> None:
+        """Stop, if it runs."""
+        if self.is_running():
+            self.stop()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Within the block no forward runs, so that the model can be changed: it waits for the
+        requests that have begun, and no other one begins.
+
+        Raises:
+            RuntimeError: the manager does not run.
+        """
+        me = threading.get_ident()
+        with self._lock:
+            if self._pool is None:
+                raise RuntimeError("pause() of a manager that does not run: start() it first.")
+            self._pauses.append(me)
+        try:
+            with self._lock:
+                self._changed.wait_for(lambda: not self._at_work)
+            yield
+        finally:
+            with self._lock:
+                self._pauses.remove(me)
+                self._changed.notify_all()
+
+    def _end_if_idle(self) -> None:
+        if self._pool is None or not self._stops or self._open:
+            return
+        self._pool.shutdown(wait=False)
+        self._pool = None
+        if self._sharing is not None:
+            self._sharing.stop()
+            self._sharing = None
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def add_request(
+        self, input_ids: Sequence[int], request_id: str | None = None,
+        max_new_tokens: int | None = None, streaming: bool = False,
+        record_timestamps: bool = False, eos_token_id: int | Sequence[int] | None = None,
+        **options: Any,
+    ) -> str | None:  # fmt: skip
+        """Add a request, which waits until the manager is started.
+
+        Args:
+            input_ids: its prompt.
+            request_id: its name; None for the next of ``req_0``, ``req_1``, ... With several
+                answers to each prompt, the others are ``NAME__child#0`` and so on.
+            max_new_tokens: None for the configuration's.
+            streaming: give a result for each token, and not only for the whole answer.
+            record_timestamps: note when each token came.
+            eos_token_id: what ends the answer; -1: no token. None for the configuration's.
+            options: other generation options for it, such as ``temperature``.
+
+        Returns:
+            Its name; None if the manager is being stopped, and takes no more.
+
+        Raises:
+            ValueError: there is no such option, or a request of this name is being answered.
+        """
+        config = copy.deepcopy(self.generation_config)
+        for name, value in options.items():
+            if not hasattr(config, name):
+                raise ValueError(
+                    f"{name}={value!r} of a request: it is no generation option. Leave it out."
+                )
+            setattr(config, name, value)
+        if max_new_tokens is not None:
+            config.max_new_tokens = max_new_tokens
+        if eos_token_id is not None:
+            ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+            config.eos_token_id = [one for one in ends if one >= 0]
+        config.num_return_sequences, config.return_dict_in_generate = 1, False
+        with self._lock:
+            if self._stops:
+                logger.warning("the manager is being stopped, and takes no more requests.")
+                return None
+            name = f"req_{next(self._numbers)}" if request_id is None else request_id
+            others = [f"{name}__child#{number}" for number in range(self.num_return_sequences - 1)]
+            for one in (*others, name):
+                if one in self._open:
+                    raise ValueError(f"request_id={one!r}: it is being answered. Choose another.")
+            for one in (*others, name):
+                request = _Request(one, name, list(input_ids), config, streaming, record_timestamps)
+                self._open[one] = request
+                if self._pool is None:
+                    self._waiting.append(request)
+                else:
+                    self._pool.submit(self._run, request)
+        return name
+
+    def add_requests(
+        self, inputs: Sequence[Sequence[int]], max_new_tokens: int | None = None,
+        streaming: bool = False, record_timestamps: bool = False, **options: Any,
+    ) -> list[str | None]:  # fmt: skip
+        """:meth:`add_request` for each prompt."""
+        given = (None, max_new_tokens, streaming, record_timestamps)
+        return [self.add_request(one, *given, **options) for one in inputs]
+
+    def cancel_request(self, request_id: str) -> None:
+        """End a request, and the others with its prompt: there is no result."""
+        with self._lock:
+            for request in [*self._open.values()]:
+                if request_id in (request.name, request.parent):
+                    request.left = True
+                    if request in self._waiting:
+                        self._waiting.remove(request)
+                        del self._open[request.name]
+            self._changed.notify_all()
+
+    # -- results -----------------------------------------------------------------------------
+
+    def get_result(
+        self, request_id: str | None = None, timeout: float | None = None
+    ) -> GenerationOutput | None:
+        """Wait for the next result.
+
+        Args:
+            request_id: of this request alone.
+            timeout: seconds to wait for it at most; None: as long as it takes.
+
+        Returns:
+            A result; None if there is none by then, or there will be none: the manager does not
+            run, or the request is over.
+        """
+
+        def found() -> GenerationOutput | None:
+            matching = (one for one in self._results if request_id in (None, one.request_id))
+            return next(matching, None)
+
+        def over() -> bool:
+            return self._pool is None or request_id is not None and request_id not in self._open
+
+        with self._lock:
+            self._changed.wait_for(lambda: found() is not None or over(), timeout)
+            result = found()
+            if result is not None:
+                self._results.remove(result)
+        return result
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """Results as they come, until the manager has ended."""
+        while (result := self.get_result()) is not None:
+            yield result
+
+    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+        """The results of a request as they come."""
+        while (result := self.get_result(request_id)) is not None:
+            yield result
+
+    def register_result_handler(self, request_id: str, callback: Handler) -> None:
+        """From now on, ``callback`` is called with the results of a request, in the event loop that
+        runs in this thread, and there are none of it elsewhere."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            self._handlers[request_id] = lambda output: _call(loop, callback, output)
+
+    def _deliver(self, output: GenerationOutput) -> None:
+        with self._lock:
+            handler = self._handlers.get(output.request_id)
+            if handler is None:
+                self._results.append(output)
+                self._changed.notify_all()
+            elif output.is_finished():
+                del self._handlers[output.request_id]
+        if handler is not None:
+            handler(output)
+
+    # -- a thread of the pool ----------------------------------------------------------------
+
+    def _run(self, request: _Request) -> None:
+        """Answer a request."""
+        with self._lock:
+            self._changed.wait_for(lambda: not self._pauses or request.left)
+            self._at_work += 1
+        try:
+            if request.left:
+                raise _Left
+            request.began, request.status = time.perf_counter(), RequestStatus.PREFILLING
+            request.tokens = self._answer(request)
+            request.status = RequestStatus.FINISHED
+        except _Left:
+            request.status, request.error = RequestStatus.FAILED, request.why
+        except Exception as error:
+            request.status, request.error = RequestStatus.FAILED, str(error)
+        request.ended = time.perf_counter()
+        if not request.left or request.error is not None:
+            self._deliver(request.output)
+        with self._lock:
+            self._at_work -= 1
+            del self._open[request.name]
+            self._handlers.pop(request.name, None)
+            self._end_if_idle()
+            self._changed.notify_all()
+
+    def _answer(self, request: _Request) -> list[int]:
+        """The tokens of a request's call."""
+        state, device = self._state, self.model.device
+        assert state is not None
+        ids = torch.tensor([request.prompt], dtype=torch.long, device=device)
+        # Left at None in a configuration, they would be the model's.
+        more = {"eos_token_id": None} if request.config.eos_token_id in (None, []) else {}
+        with state.taken_over():
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=request.config,
+                streamer=_Streamer(request, self._deliver), **more,
+            )  # fmt: skip
+        found: list[int] = out[0, ids.shape[1] :].tolist()
+        return found
+
+
+def _call(loop: asyncio.AbstractEventLoop, callback: Handler, output: GenerationOutput) -> None:
+    loop.call_soon_threadsafe(callback, output)

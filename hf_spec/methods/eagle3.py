@@ -17,7 +17,6 @@ from hf_spec.adapters.config import VOCABULARY, vocab_size
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import setting
 from hf_spec.core.tree import Tree
-from hf_spec.draft.draft_cache import Rows
 from hf_spec.draft.grow import Frontier
 from hf_spec.draft.options import key_of
 from hf_spec.draft.policy import LevelCost
@@ -27,7 +26,7 @@ from hf_spec.modeling_patches.weights import device_of, input_features, output_f
 from hf_spec.predict.decoder import Decoder, DecoderConfig, DecoderNetwork
 from hf_spec.predict.losses import ChainConfig, chain_loss
 from hf_spec.predict.markov import DraftVocabulary, check_tokens
-from hf_spec.predict.network import DraftNetwork, GrowOptions, MaskRows, NetworkPredictor
+from hf_spec.predict.network import DraftNetwork, GrowOptions, MaskRows, NetworkPredictor, Rows
 from hf_spec.target.hidden_states import Reads
 
 #: What changes the numbers, and no shapes but those of the norms.

@@ -24,7 +24,6 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import ANOTHER, MAX_BLOCKS, count, explained, first_line, setting
 from hf_spec.core.memory import memory
 from hf_spec.core.tree import Tree
-from hf_spec.draft.draft_cache import DraftCache, Rows
 from hf_spec.draft.options import key_of
 from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.attention_masks import attention_beside, runs_kernel
@@ -49,7 +48,7 @@ from hf_spec.modeling_patches.weights import (
     placement,
 )
 from hf_spec.predict.losses import ChainConfig, chain_loss
-from hf_spec.predict.network import DraftNetwork, GrowOptions, NetworkPredictor
+from hf_spec.predict.network import DraftCache, DraftNetwork, GrowOptions, NetworkPredictor, Rows
 from hf_spec.target.hidden_states import Reads, model_logits, output_logits, shapes_logits
 
 # -- A model's layers for multi-token prediction as the network of a drafter -----------------------
@@ -425,7 +424,7 @@ METHOD = Method(
     adapter_module=MtpAdapter,
     objective=loss,
     included=mtp_layers,
-    formats="hf_spec.tools.formats.mtp",
+    formats="hf_spec.tools.formats.papers",
     # Below the rates of new layers, as these are trained already.
     training={"learning_rate": 3e-4, "num_train_epochs": 2, "optim": "muon"},
     num_anchors=32,

@@ -31,7 +31,6 @@ from hf_spec.core.checks import (
 from hf_spec.core.device import bucket
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.draft.draft_cache import DraftCache, committed
 from hf_spec.draft.grow import Children, Frontier
 from hf_spec.draft.options import DraftOptions
 from hf_spec.draft.state import DecodeState
@@ -50,6 +49,7 @@ from hf_spec.predict.block_heads import (
 )
 from hf_spec.predict.decoder import FACTOR, Decoder, DecoderConfig, DecoderNetwork
 from hf_spec.predict.lilicorr import LiLiCorr
+from hf_spec.predict.network import DraftCache, committed
 from hf_spec.predict.table import AT_ONCE, Predictions, TablePredictor, likeliest
 from hf_spec.target.hidden_states import Head, Reads, gather_hidden, model_logits, output_logits
 from hf_spec.target.noise import as_sampled

@@ -497,7 +497,7 @@ class DecoderNetwork:
 
         Args:
             angles: of the rows' positions, see :meth:`Decoder.rotary`.
-            mask: see :class:`~hf_spec.draft.draft_cache.Rows`.
+            mask: see :class:`~hf_spec.predict.network.Rows`.
         """
         own = self._kind.given()
         return {"position_embeddings": angles, "attention_mask": mask, CACHE: cache, **own}

@@ -298,7 +298,7 @@ class ChainConfig(ObjectiveConfig):
 
 
 class ChainRows(NamedTuple):
-    """Rows, see :class:`~hf_spec.draft.draft_cache.Rows`, behind true ones and those of chains
+    """Rows, see :class:`~hf_spec.predict.network.Rows`, behind true ones and those of chains
     that begin at some of them.
 
     Attributes:

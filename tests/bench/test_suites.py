@@ -9,7 +9,7 @@ from tiny_checkpoint import write_prompts
 
 import hf_spec
 from hf_spec.tools import cli, data
-from hf_spec.tools.bench import suites
+from hf_spec.tools.bench import prompts as suites
 from hf_spec.tools.bench.contenders import contenders, sized
 from hf_spec.tools.bench.prompts import read_prompts
 

@@ -11,7 +11,7 @@ from scripts import load_script
 from tiny_checkpoint import make_model
 
 import hf_spec
-from hf_spec.tools.demo.steps import StepStreamer
+from hf_spec.tools.demo import StepStreamer
 
 IDS = prompt(9, seed=0)
 CONFIGS = {

@@ -14,10 +14,10 @@ from test_shrinking import staggered
 import hf_spec
 from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.draft import draft_cache
 from hf_spec.draft.policy import StepPolicy
 from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.predict import network
 from hf_spec.predict.blocks import BlockNetwork, block_sequences
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
@@ -131,7 +131,7 @@ def test_a_block_stands_behind_all_committed_tokens(
 @pytest.mark.parametrize("kind", ["window by query", "last window"])
 def test_windows_are_rings(fresh: Tiny, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Prompts come in parts, which are shorter than a ring, and rings than the text."""
-    monkeypatch.setattr(draft_cache, "AT_ONCE", 20)
+    monkeypatch.setattr(network, "AT_ONCE", 20)
     model = fresh("llama_tied")
     model.config.max_position_embeddings = 256
     seen = check_blocks(model, adapt(model, kind), ragged((210, 150)), monkeypatch)

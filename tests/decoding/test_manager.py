@@ -18,8 +18,8 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 import hf_spec
 from hf_spec import StepSharing
+from hf_spec.decoding.batches import RequestManager
 from hf_spec.decoding.loop import on_end
-from hf_spec.decoding.manager import RequestManager
 
 SPEC = hf_spec.SpecConfig("prompt_lookup", **OPTIONS)
 

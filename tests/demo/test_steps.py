@@ -15,7 +15,7 @@ from tiny_checkpoint import make_tokenizer
 
 import hf_spec
 from hf_spec.tools import demo
-from hf_spec.tools.demo.steps import StepStreamer, pieces
+from hf_spec.tools.demo import StepStreamer, pieces
 from hf_spec.tools.loading import load_model
 
 LENGTH = 12

@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 import hf_spec
 from hf_spec.core.memory import memory
 from hf_spec.core.verify import HostResult
-from hf_spec.draft import draft_cache
-from hf_spec.draft.draft_cache import DraftCache
 from hf_spec.draft.policy import StepPolicy
 from hf_spec.methods.eagle3 import Eagle3Config
-from hf_spec.predict.network import NetworkPredictor
+from hf_spec.predict import network
+from hf_spec.predict.network import DraftCache, NetworkPredictor
 from hf_spec.target.sequences import token_hidden
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -143,7 +142,7 @@ def test_trees_grow_only_for_steps_that_draft(
 
 def test_windows_are_rings(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new drafter's cache keeps all; prompts come in parts, which are shorter than a ring."""
-    monkeypatch.setattr(draft_cache, "AT_ONCE", 20)
+    monkeypatch.setattr(network, "AT_ONCE", 20)
     model, slots = fresh("gemma3"), set()
     model.config.mtp_layer_types = ["sliding_attention"]
     model.config.max_position_embeddings = 256

@@ -337,7 +337,7 @@ def run(
             and counted apart.
         synthetic: rates at which drafts are accepted, whatever they are; None to let the model
             decide. All calls then emit ``max_new_tokens``, and outputs are not compared.
-        protocol: what is recorded of a suite (:func:`hf_spec.tools.bench.suites.protocol`), whose
+        protocol: what is recorded of a suite (:func:`hf_spec.tools.bench.prompts.protocol`), whose
             groups of prompts then have the same weight; None if there is none.
         continuous: also have each strategy, and Transformers' ``generate_batch``, admit rows as
             others end, at most as many as a batch has. Batches then mix categories, and there are

@@ -256,9 +256,16 @@ def bench(
     """
     from hf_spec.tools.bench.contenders import add_untrained
     from hf_spec.tools.bench.environment import environment_of
-    from hf_spec.tools.bench.prompts import BUNDLED, read_prompts
+    from hf_spec.tools.bench.prompts import (
+        BUNDLED,
+        NEW_TOKENS,
+        NODES,
+        place_of,
+        protocol,
+        read_prompts,
+        suite_prompts,
+    )
     from hf_spec.tools.bench.runner import run
-    from hf_spec.tools.bench.suites import NEW_TOKENS, NODES, place_of, protocol, suite_prompts
     from hf_spec.tools.bench.synthetic import SyntheticRates
 
     # Everything that can be checked without a model comes first.

@@ -13,9 +13,8 @@ import typer
 
 from hf_spec.core.checks import first_line, nearest
 from hf_spec.tools.cli.bench import bench, demo, search
-from hf_spec.tools.cli.check import check
 from hf_spec.tools.cli.common import BAD_INPUT, INTERRUPTED, Command
-from hf_spec.tools.cli.doctor import doctor, strategies
+from hf_spec.tools.cli.doctor import check, doctor, strategies
 from hf_spec.tools.cli.hub import card, export, import_, push
 from hf_spec.tools.cli.serve import run, serve
 from hf_spec.tools.cli.train import TrainCommand, distill, lookups, train

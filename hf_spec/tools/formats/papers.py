@@ -1,5 +1,6 @@
-"""Released heads of Medusa, alone or among the tensors of a model that was trained with them; and
-prompt tokens of PPD, in the format of PEFT's prompt tuning.
+"""Formats that are read, and not written: released heads of Medusa, alone or among the tensors of a
+model that was trained with them; prompt tokens of PPD, in the format of PEFT's prompt tuning; and
+fine-tuned layers for multi-token prediction.
 
 Medusa's training script builds the blocks of a head from one module, so its files contain as many
 equal copies, which are read as separate blocks. A head's own projection is missing if it is shared
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from hf_spec.core.checks import MAX_BLOCKS, MAX_FUTURE
+from hf_spec.modeling_patches.mtp import SPECULATORS, gathered
 from hf_spec.predict.heads import BIASES, PROJECTION, WEIGHTS
-from hf_spec.tools.formats.tables import Files, Reader
+from hf_spec.tools.formats.tables import KIND, Files, Reader, check_size
 
 #: Fields of both: without a Markov head, for all tokens.
 AS_IN_PAPERS = {"markov_rank": 0, "draft_vocab_size": 0}
@@ -135,7 +137,56 @@ def convert_prompts(tensors: Mapping[str, Tensor], _: Mapping[str, Any]) -> File
     return {"num_prompt_tokens": len(found), **AS_IN_PAPERS}, {"prompts": found}
 
 
+# -- Layers for multi-token prediction that others have fine-tuned, in speculators' format ---------
+#
+# Such files hold the layers alone, with a config that describes the model's decoder layers. What is
+# the model's own, its embeddings, is not read. The table of names is ``SPECULATORS`` of
+# :mod:`hf_spec.modeling_patches.mtp`.
+
+#: Field with the number of layers, and prefix of all parameters of an adapter.
+COUNT, LAYERS = "num_nextn_predict_layers", "layers."
+
+
+def convert_mtp(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Files:
+    """Fields of ``MtpConfig``, and the layers' tensors by their names in ``MtpLayers``."""
+    if config.get(KIND) != "mtp":
+        raise ValueError(
+            f"config.json beside it does not say {KIND}='mtp': layers of a model's own checkpoint "
+            "need no import, assistant_strategy='mtp' reads them"
+        )
+    count = config.get(COUNT)
+    check_size(COUNT, count, high=MAX_BLOCKS)
+    found, there = {}, set()
+    for name, tensor in tensors.items():
+        layer, own = SPECULATORS.parse(name, 0) or (None, None)
+        there.add(layer)
+        found[f"{LAYERS}{layer}.{own}"] = tensor
+    if there != {*range(count or 0)}:
+        raise ValueError(
+            f"its config.json has {COUNT}={count}, its tensors are of layers "
+            f"{', '.join(sorted(map(str, there))) or 'none'}"
+        )
+    return {"num_layers": count, "sparse": any(".experts." in name for name in found)}, found
+
+
+def as_the_model_has_them(
+    model: Any, config: Any, weights: dict[str, Tensor]
+) -> tuple[Any, dict[str, Tensor]]:
+    """The same with the tensors of blocks as the model's classes want them, with experts stacked,
+    say."""
+    sources = {}
+    for name in weights:
+        layer, own = name.removeprefix(LAYERS).split(".", 1)
+        sources[int(layer), own] = name
+    found = gathered(model, sources, weights.__getitem__)
+    return config, {f"{LAYERS}{name}": tensor for name, tensor in found.items()}
+
+
 READERS = {
     "medusa": Reader(wants, convert, lambda _, names: any(map(wants, names))),
     "ppd": Reader(EMBEDDINGS.__eq__, convert_prompts, lambda _, names: EMBEDDINGS in names),
-}
+    "mtp": Reader(
+        lambda name: SPECULATORS.parse(name, 0) is not None, convert_mtp,
+        recognizes=lambda config, _: config.get(KIND) == "mtp", share=as_the_model_has_them,
+    ),
+}  # fmt: skip
