@@ -28,7 +28,7 @@ def prompts(path: str, count: int) -> list[str]:
     """So many prompts, every other one of which asks for a copy."""
     by: dict[str, list[str]] = {}
     for one in read_prompts(path):
-        by.setdefault(one.category, []).append(one.messages[-1]["content"])
+        by.setdefault(one.category, []).append(one.text)
     half = -(-count // 2)
     texts, free = by["summarization"][:half], [*by["writing"], *by["roleplay"]][:half]
     copies = [f"Repeat this text word by word:\n\n{text[:500]}" for text in texts]

@@ -170,7 +170,7 @@ def test_seeded_sampling(fresh: Tiny, name: str, temperatures: list[float]) -> N
     wanted = list(alone(model, of_all(made, **strategy(name))))
     calls = together(model, of_all(made, **strategy(name), **RECORDED), most=3)
     assert answers(calls) == wanted
-    rules = {key[1][6] for key in memory(model)["graphs"].records() if key[1][0] == "forward"}
+    rules = {key[1][4] for key in memory(model)["graphs"].records() if key[1][0] == "forward"}
     assert any(rules) and (None in rules) == (len(temperatures) > 1)
 
 
