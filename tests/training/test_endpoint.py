@@ -248,6 +248,11 @@ def test_a_busy_engine_is_asked_again_and_not_for_ever(
             {"choices": [{"text": "", "finish_reason": "stop", "prompt_token_ids": [7]}]},
             "read other tokens than it was sent",
         ),
+        (
+            200,
+            {"choices": [{"text": "a", "finish_reason": "abort"}]},
+            "gave up an answer: finish_reason='abort'",
+        ),
     ],
 )
 def test_other_answers_are_explained(folder, engine, tmp_path, status, reply, message, capsys):

@@ -31,6 +31,8 @@ RETRIES = 5
 BUSY = (408, 429, 500, 502, 503, 504)
 #: Seconds that an answer may take, and a connection.
 TIMEOUT = httpx.Timeout(1800, connect=10)
+#: Why an answer is over: it ended, or has as many tokens as it may.
+ENDED, FULL = "stop", "length"
 #: What ``generate`` samples with where neither the command nor the model's own config says it.
 DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
 #: Further fields of a generation config that engines take in a request.
@@ -123,7 +125,7 @@ class Endpoint:
         })  # fmt: skip
         try:
             (choice,) = reply["choices"]
-            text, ended = choice["text"], choice["finish_reason"] == "stop"
+            text, reason = choice["text"], choice["finish_reason"]
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{self.address}: not an answer of /completions") from error
         read, found = choice.get("prompt_token_ids"), choice.get("token_ids")
@@ -132,13 +134,14 @@ class Endpoint:
                 f"{self.address} read other tokens than it was sent: it serves another model or "
                 "changes prompts"
             )
+        if reason not in (ENDED, FULL):
+            raise ValueError(f"{self.address} gave up an answer: finish_reason={reason!r}")
         if found is not None:
             first = next((i for i, token in enumerate(found) if token in ends), len(found))
             return list(found[: first + 1])
-        with_end = encode_answer(self.tokenizer, text)
-        return (
-            with_end if ended or with_end[-1:] != [self.tokenizer.eos_token_id] else (with_end[:-1])
-        )
+        if reason == ENDED:
+            return encode_answer(self.tokenizer, text)
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     async def _find(self, name: str) -> dict[str, Any]:
         """The name by which the engine serves the model, and whose engine it is: the model of this
