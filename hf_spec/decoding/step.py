@@ -247,7 +247,10 @@ class Steps:
             tree = Tree.of_rows(lookups, state.root.device)
         else:
             tree = self.strategy.run(drafter.propose, state)
-            tree = merged(tree, lookups) if lookups else tree
+            if lookups:
+                tree = merged(tree, self.strategy.run(drafter.continued, state, lookups))
+        if state.forced and (drafter.drafts or state.lookups):  # else these are all
+            tree = state.forced.completed(tree, state.max_depth)
         tree, probed = policy.choose(tree, state.active, limits, len(drafter.group))
         if probed is not None:
             tree = drafter.attach_probes(tree, (probed * drafter.depth).tolist())
