@@ -1,12 +1,13 @@
 """Output under a grammar, with its forced tokens drafted and without.
 
 ``python benchmarks/structured.py --model M [--libraries xgrammar,llguidance,outlines]
-[--strategies plain,prompt_lookup] [--adapter A]``
+[--strategies plain,prompt_lookup,token_recycling,medusa] [--adapter A]``
 
 Two tasks: ``record``, a JSON object of 20 fields, and ``tools``, calls of one of three tools. Each
 is generated greedily with ``forced=False`` and with ``forced=True`` in turns, after a short call
-of each; the outputs must be equal. Times are CPU seconds of the process (on CUDA: wall time), the
-least of all turns. Needs xgrammar, llguidance and outlines: ``pip install --group programs``.
+of each; the outputs must be equal. ``token_recycling`` begins each call with an empty table. Times
+are CPU seconds of the process (on CUDA: wall time), the least of all turns. Needs xgrammar,
+llguidance and outlines: ``pip install --group programs``.
 """
 
 from __future__ import annotations
@@ -164,11 +165,12 @@ def main() -> None:
             measure(model, prompts[:1], make, 8)
             for name in given.strategies.split(","):
                 taus, outputs, times = {}, {}, {False: [], True: []}
+                options = {"keep_table": False} if name == "token_recycling" else {}
                 for turn in range(1 + given.turns):
                     for on in times:
                         outputs[on], taus[on], seconds = measure(
                             model, prompts, make, given.length if turn else 8,
-                            assistant_strategy=name, assistant_kwargs={"forced": on},
+                            assistant_strategy=name, assistant_kwargs={"forced": on, **options},
                         )  # fmt: skip
                         if turn:
                             times[on].append(seconds)

@@ -48,12 +48,51 @@ class Row(NamedTuple):
         edges = list(zip(self.parents, self.tokens))
         return {edges[node]: node for node in range(len(edges) - 1, 0, -1)}
 
-    def merge(self, other: Row) -> Row:
+    @property
+    def below(self) -> list[list[int]]:
+        """The children of each node."""
+        found: list[list[int]] = [[] for _ in self.tokens]
+        for node, parent in enumerate(self.parents[1:], 1):
+            found[parent].append(node)
+        return found
+
+    @property
+    def end(self) -> int:
+        """Where the likeliest path ends: from the root on, always the likeliest child."""
+        node, below = 0, self.below
+        while children := below[node]:
+            node = max(children, key=self.probs.__getitem__)
+        return node
+
+    def add(self, parent: int, token: int, prob: float) -> None:
+        """Add a node, which comes last."""
+        self.parents.append(parent)
+        self.tokens.append(token)
+        self.probs.append(prob)
+
+    def nodes_to(self, node: int) -> list[int]:
+        """The nodes down to one, without the root."""
+        found = []
+        while node:
+            found.append(node)
+            node = self.parents[node]
+        return found[::-1]
+
+    def path(self, node: int) -> list[int]:
+        """The draft tokens down to a node."""
+        return [self.tokens[one] for one in self.nodes_to(node)]
+
+    def merge(self, other: Row, at: int = 0) -> Row:
         """Both trees as one: nodes with the same token path become one, which keeps the larger
-        probability. The nodes of this tree keep their indices."""
+        probability. The nodes of this tree keep their indices.
+
+        Args:
+            at: the node of this tree that the other one's root stands for.
+        """
         parents, tokens, probs = list(self.parents), list(self.tokens), list(self.probs)
-        child, index = self.children, [0]
+        child, index, reached = self.children, [at], self.probs[at]
         for parent, token, prob in zip(other.parents[1:], other.tokens[1:], other.probs[1:]):
+            prob *= reached
             key = (index[parent], token)
             if key not in child:
                 child[key] = len(parents)
@@ -65,10 +104,11 @@ class Row(NamedTuple):
             index.append(node)
         return Row(parents, tokens, probs)
 
-    def likeliest_first(self) -> Row:
-        """The nodes sorted by probability; draft tokens of probability 0 are left out."""
+    def likeliest_first(self, most: int | None = None) -> Row:
+        """The nodes sorted by probability, at most so many; draft tokens of probability 0 are left
+        out."""
         order = sorted(range(len(self.parents)), key=lambda node: -self.probs[node])
-        order = [node for node in order if self.probs[node] > 0]
+        order = [node for node in order if self.probs[node] > 0][:most]
         number = {node: index for index, node in enumerate(order)}
         return Row(
             [-1, *(number[self.parents[node]] for node in order[1:])],
@@ -352,6 +392,13 @@ class Tree:
     def is_chain(self) -> bool:
         """Whether every row is known to be a chain."""
         return self.host is not None and self.row_depths == self.row_sizes
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether the trees are what the host knows of them, with probabilities, as
+        :meth:`of_rows` makes them."""
+        known = self.host is not None and self.ranked and self.chosen is None
+        return known and self.q is None and self.probes is None
 
     # -- what the device has -----------------------------------------------------------------
 

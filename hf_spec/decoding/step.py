@@ -253,7 +253,10 @@ class Steps:
             tree = Tree.of_rows(lookups, state.root.device)
         else:
             tree = self.strategy.run(drafter.propose, state)
-            tree = merged(tree, lookups) if lookups else tree
+            if lookups:
+                tree = merged(tree, self.strategy.run(drafter.continued, state, lookups))
+        if state.forced and (drafter.drafts or state.lookups):  # else these are all
+            tree = state.forced.completed(tree, state.max_depth)
         group, unpads = len(drafter.group), state.target.unpads
         tree, probed = policy.choose(tree, state.active, limits, group, unpads)
         if probed is not None:

@@ -16,7 +16,7 @@ from hf_spec.core.device import is_async, to_device
 from hf_spec.core.pruning import Pruning
 from hf_spec.core.rows import FollowsRows
 from hf_spec.core.shapes import ProbeGroup, TokenTree
-from hf_spec.core.tree import HostTree, Tree
+from hf_spec.core.tree import HostTree, Row, Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.draft.grow import GoesOn, grow, levels_of, ranked
 from hf_spec.draft.learned import Array
@@ -214,6 +214,12 @@ class Drafter(FollowsRows, CandidateGenerator):
         self._trees = host, grown.trust
         predictor.proposed(state.root)
         return self._whole(tree, predictor)
+
+    def continued(self, state: DecodeState, known: Sequence[Row]) -> Sequence[Row]:
+        """What is known to follow each sequence, such as forced tokens, and what follows that."""
+        for one in self._predictors:
+            known = one.continued(state, known)
+        return known
 
     def program(self, state: DecodeState, tree: Tree, grows: bool) -> DraftProgram | None:
         """:meth:`step` as a function of tensors; None if there is nothing to do. Not asked for if

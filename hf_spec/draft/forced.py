@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from heapq import heappop, heappush
-from itertools import count as numbers
 from itertools import takewhile
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from hf_spec.core.tree import Row
+from hf_spec.core.tree import Row, Tree
 from hf_spec.draft.lookup import Rowwise
 
 logger = logging.getLogger(__name__)
@@ -28,8 +26,10 @@ logger = logging.getLogger(__name__)
 
 #: Most tokens that are allowed for all of them to be drafted.
 FEW = 8
-#: Most draft tokens of a sequence.
+#: Most draft tokens of a sequence that are forced.
 MOST = 15
+#: Depth of the deepest draft token under a grammar: outlines goes back 32 tokens at most.
+DEEPEST = 24
 #: Probability of the longest of several allowed tokens; the others share the rest.
 LONGEST = 0.7
 #: Tokens whose paths are less probable are not drafted.
@@ -215,55 +215,51 @@ def matcher_of(processor: Any, number: int, count: int, vocabulary: int) -> Matc
 # -- Trees of what is left -------------------------------------------------------------------------
 
 
-def tree_of(matcher: Matcher, root: int, depth: int, ends: Collection[int] = ()) -> Row:
-    """The likeliest draft tokens after a sequence's last token, the ``root``, which the matcher has
-    not accepted yet. It is left as it was.
+def completed(matcher: Matcher, tree: Row, depth: int, ends: Collection[int] = ()) -> Row:
+    """A draft tree without what a grammar forbids, and with the likeliest tokens where it leaves
+    few. The matcher has not accepted the root yet, and is left as it was.
 
     Args:
+        tree: its probabilities count where they are larger than those of :data:`LONGEST`.
         depth: of the deepest draft token.
         ends: tokens that are not drafted, as nothing follows them.
     """
-    tree, paths, order = Row.root(root), [[root]], numbers()
-    walked: list[int] = []  # what the matcher has accepted
-    waiting: list[tuple[float, int, int, int]] = []  # the likeliest first, then the oldest
+    found, below = Row.root(tree.tokens[0]), tree.below
 
-    def walk(path: list[int]) -> bool:
-        """Take the matcher to the end of a path."""
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(walked, path)))
-        if same < len(walked):
-            matcher.undo(len(walked) - same)
-            del walked[same:]
-        for token in path[same:]:
-            if not matcher.accept(token):
-                return False
-            walked.append(token)
-        return True
-
-    def expand(node: int) -> None:
-        """Offer what may follow a node."""
-        if not walk(paths[node]):
-            return
-        allowed = [token for token in matcher.allowed() if token not in ends]
+    def children(own: int, known: Mapping[int, int], left: int) -> dict[int, float]:
+        """What may follow a node, to which the matcher has come, with the paths' probabilities;
+        ``known``: those of the tree by their tokens."""
+        path = found.probs[own]
+        chances = {token: tree.probs[node] for token, node in known.items()}
+        allowed = matcher.allowed() if path >= LEAST and left else ()
+        if allowed:
+            chances = {token: chances[token] for token in chances if token in allowed}
         rest = (1 - LONGEST) / max(len(allowed) - 1, 1)
         for place, token in enumerate(allowed):
             share = 1.0 if len(allowed) == 1 else rest if place else LONGEST
-            if (probability := tree.probs[node] * share) >= LEAST:
-                heappush(waiting, (-probability, next(order), node, token))
+            if path * share >= LEAST:
+                chances[token] = max(chances.get(token, 0.0), path * share)
+        return chances
 
+    def walk(own: int, node: int | None, left: int) -> None:
+        """Add what follows a node, to which the matcher has come; ``node`` is its number in the
+        tree, None if it is not there, and there may be so many levels more."""
+        known = {} if node is None else {tree.tokens[child]: child for child in below[node]}
+        for token, chance in children(own, known, left).items():
+            if left and token not in ends and matcher.accept(token):
+                found.add(own, token, chance)
+                try:
+                    walk(len(found.tokens) - 1, known.get(token), left - 1)
+                finally:
+                    matcher.undo(1)
+
+    if not matcher.accept(tree.tokens[0]):
+        return tree
     try:
-        expand(0)
-        while waiting and len(paths) <= MOST:
-            probability, _, parent, token = heappop(waiting)
-            tree.parents.append(parent)
-            tree.tokens.append(token)
-            tree.probs.append(-probability)
-            paths.append([*paths[parent], token])
-            if len(paths[-1]) <= depth:
-                expand(len(paths) - 1)
+        walk(0, 0, min(depth, DEEPEST))
     finally:
-        if walked:
-            matcher.undo(len(walked))
-    return tree
+        matcher.undo(1)
+    return found.likeliest_first(len(tree.tokens) + MOST)
 
 
 class SequenceForced:
@@ -291,10 +287,20 @@ class SequenceForced:
 
     def lookup(self, tokens: list[int], depth: int) -> Row:
         """The tree of what is left after ``tokens``."""
-        if depth < 1:
-            return Row.root(tokens[-1])
+        root = Row.root(tokens[-1])
+        return self._asked(lambda: self._left(tokens, root, depth), root)
+
+    def completed(self, tree: Row, depth: int) -> Row:
+        """A draft tree without what a grammar forbids, and with what it forces."""
+        matcher = self._matcher
+        if matcher is None:
+            return tree
+        return self._asked(lambda: completed(matcher, tree, depth, self._ends), tree)
+
+    def _asked(self, ask: Callable[[], Row], otherwise: Row) -> Row:
+        """What processors say, who are not asked again after an error."""
         try:
-            return self._row(tokens, depth)
+            return ask()
         except Exception:  # the output does not depend on it, and other calls share the step
             logger.warning(
                 "what a logits processor forces is not drafted in the rest of this call: asking it "
@@ -302,17 +308,17 @@ class SequenceForced:
                 exc_info=True,
             )
             self._told, self._matcher = [], None
-            return Row.root(tokens[-1])
+            return otherwise
 
-    def _row(self, tokens: list[int], depth: int) -> Row:
+    def _left(self, tokens: list[int], root: Row, depth: int) -> Row:
+        if depth < 1:
+            return root
         for forced in self._told:
             # A list of its own, which it may change.
             if chain := self._chain(forced(self._number, [*tokens])[:depth]):
                 size = 1 + len(chain)
                 return Row([*range(-1, size - 1)], [tokens[-1], *chain], [1.0] * size)
-        if self._matcher is None:
-            return Row.root(tokens[-1])
-        return tree_of(self._matcher, tokens[-1], depth, self._ends)
+        return self.completed(root, depth)
 
     def _chain(self, told: Sequence[int]) -> list[int]:
         """Forced tokens up to one that ends the sequence, or that the model does not have."""
@@ -342,3 +348,13 @@ class BatchForced(Rowwise):
 
     def __bool__(self) -> bool:
         return any(self.rows)
+
+    def completed(self, tree: Tree, depth: int) -> Tree:
+        """The trees without what grammars forbid, and with what they force, where the host knows
+        their tokens."""
+        if not tree.is_of_rows:
+            return tree
+        assert tree.host is not None
+        rows = tree.host.rows(tree.row_sizes)
+        rows = [one.completed(row, depth) for one, row in zip(self.rows, rows)]
+        return Tree.of_rows(rows, tree.device).changed(whole=tree.whole)

@@ -286,22 +286,34 @@ class SequenceLookup:
         self._longest = 0
         self._last = Row.root()
 
-    def lookup(self, tokens: list[int], max_depth: int) -> Row:
-        """The tree of continuations of ``tokens``."""
-        limits, self._tokens = self.limits, tokens
+    def lookup(self, tokens: list[int], max_depth: int, known: Row | None = None) -> Row:
+        """The tree of continuations of ``tokens``; with ``known``, what is known to follow them, of
+        this and of the continuations of its likeliest path."""
+        self._tokens = tokens
         self.index.update(tokens)
+        self._last, self._longest = self._continued(tokens, max_depth)
+        if known is None:
+            return self._last
+        end = known.end
+        if path := known.path(end):
+            more, _ = self._continued([*tokens, *path], max_depth - len(path))
+            known = known.merge(more, end)
+        return known.merge(self._last).likeliest_first()
+
+    def _continued(self, tokens: list[int], max_depth: int) -> tuple[Row, int]:
+        """The tree of continuations, and the size of the longest match."""
+        limits = self.limits
         matches = self.index.matches(tokens, limits.max_matches)
         if self.others:
             for other in self.others:
                 matches += other.matches(tokens, limits)
             matches.sort(key=lambda match: -match.size)
             del matches[limits.max_matches :]
-        self._longest = matches[0].size if matches else 0
-        self._last = continuation_tree(
+        tree = continuation_tree(
             tokens, matches, min(limits.max_depth, max_depth), limits.max_nodes, self.confidence,
             limits.min_probability, self.vocabulary,
         )  # fmt: skip
-        return self._last
+        return tree, matches[0].size if matches else 0
 
     def matches(self, tokens: Sequence[int], limits: Limits) -> list[Match]:
         """Occurrences of another sequence's end in this one's answer."""
@@ -332,12 +344,17 @@ class Rowwise(FollowsRows):
     rows: Sequence[Any]
 
     def lookup(
-        self, sequences: Sequence[list[int]], active: Sequence[bool], depth: int
-    ) -> list[Row]:
-        """Each sequence's tree, no deeper than ``depth``; the root alone for finished ones."""
+        self, sequences: Sequence[list[int]], active: Sequence[bool], depth: int,
+        *known: Sequence[Row],
+    ) -> list[Row]:  # fmt: skip
+        """Each sequence's tree, no deeper than ``depth``; the root alone for finished ones.
+
+        Args:
+            known: what is known to follow each of them, which its tree then contains, and goes on.
+        """
         return [
-            row.lookup(tokens, depth) if unfinished else Row.root(tokens[-1])
-            for row, tokens, unfinished in zip(self.rows, sequences, active)
+            row.lookup(tokens, depth, *own) if unfinished else Row.root(tokens[-1])
+            for row, tokens, unfinished, *own in zip(self.rows, sequences, active, *known)
         ]
 
 
@@ -384,11 +401,11 @@ def merged(tree: Tree, lookups: Sequence[Row]) -> Tree:
         return tree
     if tree.num_nodes == 1:
         return Tree.of_rows(lookups, tree.device)
-    if tree.whole or not tree.ranked:
+    if not tree.is_of_rows:
         return _appended(tree, tree.host, lookups)
     rows = zip(tree.host.rows(tree.row_sizes), lookups)
     both = [row.merge(other).likeliest_first() for row, other in rows]
-    return Tree.of_rows(both, tree.device)
+    return Tree.of_rows(both, tree.device).changed(whole=tree.whole)
 
 
 def _appended(tree: Tree, host: HostTree, lookups: Sequence[Row]) -> Tree:

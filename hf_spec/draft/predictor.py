@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hf_spec.core.memory import recall
 from hf_spec.core.rows import FollowsRows, Holds
 from hf_spec.core.shapes import ProbeGroup, TokenTree, TreeStates
-from hf_spec.core.tree import Tree
+from hf_spec.core.tree import Row, Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.draft.grow import Expands, GoesOn
 from hf_spec.draft.learned import Calibration
@@ -142,6 +142,10 @@ class Predictor(FollowsRows, Holds):
     def joined(self, source: Expands, noise: Tensor | None) -> Expands:
         """What a tree grows from where this predictor's candidates join those of another one."""
         raise NotImplementedError(f"{type(self).__name__} does not define joined()")
+
+    def continued(self, state: DecodeState, known: Sequence[Row]) -> Sequence[Row]:
+        """See :meth:`Drafter.continued`: for predictors that draft by tokens alone."""
+        return known
 
     def chain(self, input_ids: Tensor) -> list[int]:
         """The likeliest tokens after a sequence, ``(1, seq)`` without padding."""

@@ -153,11 +153,11 @@ class DecodeState(FollowsRows):
 
     def lookup(self) -> Sequence[Row]:
         """Look up what continues each sequence, for this step."""
-        sources = [one for one in (self.forced, self.lookups) if one]
-        found = [one.lookup(self.tokens, self.active, self.max_depth) for one in sources]
-        self.looked_up = found[0] if found else ()
-        if len(found) > 1:
-            self.looked_up = [one.merge(other).likeliest_first() for one, other in zip(*found)]
+        rows: tuple[Sequence[Row], ...] = ()
+        for source in (self.forced, self.lookups):
+            if source:
+                rows = (source.lookup(self.tokens, self.active, self.max_depth, *rows),)
+        self.looked_up = rows[0] if rows else ()
         return self.looked_up
 
     def received(self, grown: Grown) -> tuple[Tree, HostTree]:

@@ -4,6 +4,9 @@ Tokens of the same text stand for each other: token-level intersection (Timor et
 LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", 2025,
 section 4). An assistant drafts only such tokens. It reads every token of the model, the others as
 the tokens that its own tokenizer makes of their text.
+
+Where these are few, it drafts any of its own tokens, whose text the model's tokenizer writes anew,
+as in string-level exact match (section 3). Whatever is drafted, tokens are verified.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hf_spec.core.device import to_device
 from hf_spec.core.memory import locked, memory
+from hf_spec.core.tree import Row
 from hf_spec.modeling_patches.weights import placement, vocabulary
 
 #: How a space is written in the tokens of SentencePiece, and of byte-level BPE.
@@ -27,7 +31,8 @@ SENTENCEPIECE, BYTE_LEVEL = "\N{LOWER ONE EIGHTH BLOCK}", bytes_to_unicode()[ord
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 #: Share of a tokenizer's tokens for which its model may have no embeddings, as of added ones.
 UNKNOWN = 0.1
-#: Least share of the smaller vocabulary that both must have.
+#: Least share of the smaller vocabulary that both must have for tokens to stand for each other:
+#: tokens of more than a byte, as a model rarely writes single ones.
 LEAST_SHARED = 1 / 4
 #: Tokens by their role, which stand for each other whatever their names are.
 _BEGIN, _END = "bos_token_id", "eos_token_id"
@@ -101,6 +106,12 @@ class Texts:
         id: int | None = getattr(self.tokenizer, role, None)
         has = id is not None and id < len(self.of_ids) and self.of_ids[id] is not None
         return id if has else None
+
+    def text(self, id: int) -> bytes:
+        """That of a token; empty if it is special, or there is none."""
+        if id in self.hidden or id >= len(self.of_ids):
+            return b""
+        return self.of_ids[id] or b""
 
     def _text(self, token: str) -> bytes:
         if self._space == BYTE_LEVEL and all(letter in _bytes_by_letter() for letter in token):
@@ -180,7 +191,7 @@ class Translation:
         ]
         read = [id for id, text in enumerate(targets.of_ids) if text is not None]
         self.same = all(self._known[id] == id for id in read)
-        outside = (len(self._text(id)) for id in read if self._known[id] == _NONE)
+        outside = (len(targets.text(id)) for id in read if self._known[id] == _NONE)
         # Each byte is a token at most, and some tokenizers put a space before a text.
         self.longest = 1 + max(outside, default=0)
         by_token = [max(id, 0) for id in self._known[:size]]
@@ -194,9 +205,34 @@ class Translation:
         self._filler = begin if begin is not None else next(iter(self.by_own), 0)
 
     @property
-    def share(self) -> float:
-        """Share of the smaller vocabulary that both have."""
-        return len(self.token_ids) / max(min(len(self._targets.ids), len(self._own.ids)), 1)
+    def by_text(self) -> bool:
+        """Whether too few tokens stand for each other."""
+        known = self._targets.ids.keys(), self._own.ids.keys()
+        both = sum(len(text) > 1 for text in known[0] & known[1])
+        return both < LEAST_SHARED * min(map(len, known))
+
+    def drafted(self, tree: Row, root: int) -> Row:
+        """A draft tree of the assistant's tokens as one of the model's that has the same texts.
+
+        Args:
+            tree: a token of the model is as likely as the path down to the one its text ends in.
+            root: the model's token.
+        """
+        found, below = Row.root(root), tree.below
+        for end in (node for node in range(1, len(below)) if not below[node]):
+            text, chances = b"", [1.0]
+            for node in tree.nodes_to(end):
+                part = self._own.text(tree.tokens[node])
+                if not part:  # a special token, which ends the text
+                    break
+                text += part
+                chances += [tree.probs[node]] * len(part)
+            chain, reached = Row.root(root), 0
+            for token in self._targets.encode(text):
+                reached += len(self._targets.text(token))
+                chain.add(len(chain.tokens) - 1, token, chances[min(reached, len(text))])
+            found = found.merge(chain)
+        return found.likeliest_first()
 
     def read(self, tokens: Sequence[int]) -> list[int]:
         """The model's tokens as the assistant reads them. Neighbors that it does not have are one
@@ -207,7 +243,7 @@ class Translation:
             if not outside:
                 found += [id for id, _ in pairs]
                 continue
-            text = b"".join(self._text(token) for _, token in pairs)
+            text = b"".join(self._targets.text(token) for _, token in pairs)
             found += self._own.encode(text) if text else []
         return found
 
@@ -218,19 +254,13 @@ class Translation:
             found = self._begin + found
         return found or [self._filler]
 
-    def _text(self, token: int) -> bytes:
-        texts = self._targets
-        if token in texts.hidden or token >= len(texts.of_ids):
-            return b""
-        return texts.of_ids[token] or b""
-
 
 @locked
 def translation(model: Any, assistant: Assistant) -> Translation | None:
     """Between a model's tokens and its assistant's; None if all have the same ids.
 
     Raises:
-        ValueError: the assistant has too few of them, or what is given is no tokenizer.
+        ValueError: what is given is no tokenizer, or one of another model.
     """
     drafts, size, device = assistant.model, vocabulary(model), placement(assistant.model).device
     tokenizers = assistant.targets, assistant.tokenizer
@@ -256,12 +286,4 @@ def translation(model: Any, assistant: Assistant) -> Translation | None:
         texts = Texts(tokenizers[0], size), Texts(tokenizers[1], vocabulary(drafts))
         made = Translation(*texts, size, device)
         known[Translation] = key, made  # which holds the tokenizers, so that ids stay theirs
-    if made.share < LEAST_SHARED:
-        raise ValueError(
-            f"assistant_model={type(drafts).__name__}: its tokenizer shares {len(made.token_ids)} "
-            f"tokens with that of {type(model).__name__}, {made.share:.0%} of the smaller "
-            f"vocabulary, and {LEAST_SHARED:.0%} are needed, as it drafts no others. Give an "
-            "assistant whose tokenizer is more alike, or generate without assistant_strategy: "
-            "Transformers then re-encodes the assistant's text."
-        )
     return None if made.same else made

@@ -18,12 +18,13 @@ from transformers import DynamicCache
 
 from hf_spec.cache.attention import aligned
 from hf_spec.cache.tree_cache import TreeCache, take_over
-from hf_spec.core.device import to_device
+from hf_spec.core.device import is_async, to_device
 from hf_spec.core.rows import Holds
-from hf_spec.core.tree import Tree
+from hf_spec.core.tree import Row, Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.draft.grow import Frontier, extended
+from hf_spec.draft.grow import Frontier, extended, grow
 from hf_spec.draft.options import key_of
+from hf_spec.draft.policy import amount
 from hf_spec.draft.state import DecodeState
 from hf_spec.draft.translation import Assistant, Translation, translation
 from hf_spec.methods.registry import Method
@@ -52,8 +53,7 @@ class AssistantPredictor(LevelPredictor):
         assistant: the causal language model that drafts, or this with the call's tokenizers.
 
     Raises:
-        ValueError: it is not a model, or has another tokenizer that the call does not give, or one
-            with too few tokens of the model's.
+        ValueError: it is not a model, or has another tokenizer that the call does not give.
     """
 
     options: GrowOptions
@@ -396,13 +396,18 @@ class DraftModelPredictor(AssistantPredictor):
             return logits.index_select(-1, self.translation.columns)
         return logits[..., : self.shared]
 
+    def _own(self, tokens: Tensor) -> Tensor:
+        """Drafted tokens in the assistant's."""
+        if self.translation is None:
+            return tokens
+        by_token = self.translation.by_token
+        return by_token[tokens.to(by_token.device)]
+
     def level(self, frontier: Frontier) -> Tensor:
         assert self._target is not None and self._logits is not None
         if not frontier.depth:
             return self._shared(self._logits[:, None])
-        if self.translation is not None:
-            by_token = self.translation.by_token
-            frontier = frontier._replace(tokens=by_token[frontier.tokens.to(by_token.device)])
+        frontier = frontier._replace(tokens=self._own(frontier.tokens))
         self._block, first = extended(self._block, frontier)
         # With changes, even none, a single node is not the last one that recurrent layers see.
         logits = self._target(self._block, first=first, changes=Changes()).logits
@@ -415,6 +420,13 @@ class DraftModelPredictor(AssistantPredictor):
     # -- stock assisted decoding -------------------------------------------------------------
 
     def chain(self, input_ids: Tensor) -> list[int]:
+        drafted = takewhile(
+            lambda token: token is not None, map(self._drafts, self._ahead(input_ids))
+        )
+        return [token for token in drafted if token is not None]
+
+    def _ahead(self, input_ids: Tensor) -> list[int]:
+        """The likeliest tokens after a sequence, in the assistant's."""
         whole = self._whole(input_ids[0].tolist())
         known = to_device([whole], placement(self.assistant).device)
         found = self.assistant.generate(
@@ -422,14 +434,52 @@ class DraftModelPredictor(AssistantPredictor):
             do_sample=False, num_beams=1, assistant_strategy=None,
         )  # fmt: skip
         tokens: list[int] = found[0, known.shape[1] :].tolist()
-        drafted = takewhile(lambda token: token is not None, map(self._drafts, tokens))
-        return [token for token in drafted if token is not None]
+        return tokens
 
     def _drafts(self, token: int) -> int | None:
         """The model's token that one of the assistant's is; None if there is none."""
         if self.translation is not None:
             return self.translation.by_own.get(token)
         return token if token < self.shared else None
+
+
+class TextPredictor(DraftModelPredictor):
+    """An assistant whose tokenizer has few of the model's tokens: its trees have any of its own
+    tokens, and what is drafted is their text."""
+
+    translation: Translation
+
+    def __init__(self, model: Any, options: GrowOptions, assistant: Assistant):
+        super().__init__(model, options, assistant)
+        self.token_ids = None
+
+    def chosen(self, state: DecodeState, depth: int) -> Tree | None:
+        self.catch_up(state)
+        root, reads = state.root, not is_async(state.root.device)
+        count, depth, goes_on = amount(self, 0, self.depth, state.active, state.draft_cost, reads)
+        levels = self.levels(root, depth, count, None)  # noise is of the model's tokens
+        packed = grow(levels, root, count, depth, None, self.width, goes_on)
+        state.stats.num_draft_forwards += self.forwards
+        self.forwards = 0
+        self.finish()
+        tree = Tree.unpacked(packed)
+        assert tree.host is not None
+        rows = [
+            self.translation.drafted(row, tokens[-1]).likeliest_first(1 + count)
+            for row, tokens in zip(tree.host.rows(tree.row_sizes), state.tokens)
+        ]
+        return Tree.of_rows(rows, root.device).changed(whole=self.exactly is not None)
+
+    def _shared(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def _own(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+    def chain(self, input_ids: Tensor) -> list[int]:
+        root, tokens = int(input_ids[0, -1]), self._ahead(input_ids)
+        own = Row([*range(-1, len(tokens))], [root, *tokens], [1.0] * (1 + len(tokens)))
+        return self.translation.drafted(own, root).tokens[1:]
 
 
 def make(model: Any, options: GrowOptions, assistant: Any) -> AssistantPredictor:
@@ -449,7 +499,11 @@ def make(model: Any, options: GrowOptions, assistant: Any) -> AssistantPredictor
     assistant = unwrapped(assistant)
     shares = hasattr(assistant, "forward") and takes_shared_kv(assistant)
     drafts = assistant if given is None else given._replace(model=assistant)
-    return (SharedKVPredictor if shares else DraftModelPredictor)(model, options, drafts)
+    if shares:
+        return SharedKVPredictor(model, options, drafts)
+    made = DraftModelPredictor(model, options, drafts)
+    by_text = made.translation is not None and made.translation.by_text
+    return TextPredictor(model, options, drafts) if by_text else made
 
 
 METHOD = Method(

@@ -44,7 +44,8 @@ class PromptLookupDrafter(Drafter):
         self.lookups = BatchLookup(self.options, state.tokens, history, vocabulary(state.model))
 
     def propose(self, state: DecodeState) -> Tree:
-        rows = self.lookups.lookup(state.tokens, state.active, state.max_depth)
+        known = [state.looked_up] if state.looked_up else []
+        rows = self.lookups.lookup(state.tokens, state.active, state.max_depth, *known)
         return Tree.of_rows(rows, state.root.device)
 
     def observe(self, state: DecodeState, tree: Tree, result: HostResult) -> None:

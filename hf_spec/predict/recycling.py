@@ -18,15 +18,15 @@ from torch import Tensor
 
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import find_active
-from hf_spec.core.device import to_device
+from hf_spec.core.device import is_async, to_device
 from hf_spec.core.memory import locked, recall
 from hf_spec.core.rows import Holds
 from hf_spec.core.shapes import TreeStates
-from hf_spec.core.tree import Tree
+from hf_spec.core.tree import Row, Tree
 from hf_spec.core.verify import StepResult
-from hf_spec.draft.grow import Children, Expands, Frontier
+from hf_spec.draft.grow import Children, Expands, Frontier, grow
 from hf_spec.draft.options import ADAPTIVE, CHAIN
-from hf_spec.draft.policy import LevelCost
+from hf_spec.draft.policy import LevelCost, amount
 from hf_spec.draft.predictor import Predictor
 from hf_spec.draft.state import DecodeState
 from hf_spec.modeling_patches.weights import made_anew, vocabulary
@@ -53,6 +53,8 @@ MAX_NODES = 1 << 20
 LEAST = torch.finfo(torch.float16).min
 #: Tokens of a text that are entered at once, and nodes of a batch.
 AT_ONCE = PAIRED = 256
+#: Draft tokens behind what is known to follow a sequence.
+CONTINUED = 15
 #: The mean of Gumbel noise, for all tokens that an entry does not name.
 MEAN_NOISE = 0.5772
 
@@ -357,6 +359,29 @@ class RecyclingPredictor(Predictor):
     def joined(self, source: Expands, noise: Tensor | None) -> Joined:
         assert self.table is not None and self._before is not None
         return Joined(source, Successors(self.table, self._before, noise))
+
+    def continued(self, state: DecodeState, known: Sequence[Row]) -> Sequence[Row]:
+        """By the tokens at the end of each likeliest path."""
+        assert self.table is not None
+        ends = [row.end for row in known]
+        paths = [row.path(end) for row, end in zip(known, ends)]
+        depth = min(self.depth, state.max_depth - min(map(len, paths), default=0))
+        if depth < 1 or not any(paths):
+            return known
+        none = [self.table.vocab] * (ORDERS - 1)
+        texts = [[*none, *row, *path][-ORDERS:] for row, path in zip(state.tokens, paths)]
+        context = to_device(texts, self.table.keys.device)
+        source = Successors(self.table, context[:, :-1], None)
+        reads = not is_async(context.device)
+        _, depth, goes_on = amount(self, 0, depth, state.active, None, reads)
+        packed = grow(source, context[:, -1], CONTINUED, depth, self.trust, goes_on=goes_on)
+        tree = Tree.unpacked(packed)  # a transfer, of steps with forced tokens alone
+        assert tree.host is not None
+        more = tree.host.rows(tree.row_sizes)
+        return [
+            row.merge(one, end).likeliest_first() if end else row
+            for row, one, end in zip(known, more, ends)
+        ]
 
     def chain(self, input_ids: Tensor) -> list[int]:
         model, device, none = self.model, input_ids.device, vocabulary(self.model)

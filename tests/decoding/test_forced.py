@@ -1,7 +1,7 @@
 """Tokens that logits processors force are drafted, and change nothing else."""
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import product, takewhile
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from transformers import LogitsProcessor
 import hf_spec
 from hf_spec.core.tree import Row
 from hf_spec.draft import forced
-from hf_spec.draft.forced import LEAST, LONGEST, MOST, tree_of
+from hf_spec.draft.forced import DEEPEST, LEAST, LONGEST, MOST, completed
 
 #: Tokens of a record after its free one.
 FORCED = 3
@@ -154,10 +154,14 @@ def test_forced_tokens_join_the_drafts_of_a_strategy(tiny: Any) -> None:
 
 
 class Words:
-    """A matcher of sequences of words: of tokens that are texts."""
+    """A matcher of sequences of words: of tokens that are texts.
 
-    def __init__(self, texts: Sequence[str], vocabulary: Sequence[str]):
-        self.texts, self.vocabulary = texts, vocabulary
+    Args:
+        few: most tokens that it says are allowed.
+    """
+
+    def __init__(self, texts: Sequence[str], vocabulary: Sequence[str], few: int = 8):
+        self.texts, self.vocabulary, self.few = texts, vocabulary, few
         self.so_far: list[str] = []
 
     def goes_on(self, token: int) -> bool:
@@ -176,44 +180,66 @@ class Words:
 
     def allowed(self) -> list[int]:
         found = [token for token, _ in enumerate(self.vocabulary) if self.goes_on(token)]
+        if len(found) > self.few:
+            return []
         return sorted(found, key=lambda token: -len(self.vocabulary[token]))
 
 
 TOKENS = ["a", "b", "c", "ab", "bc", "abc", "ca", "cab"]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize(
-    "texts", [["aab"], ["aabcabca"], ["aabca", "acab"], ["aaaaaaa"], ["a"], ["b"]]
-)
-def test_the_likeliest_tokenizations_are_drafted(texts: list[str], depth: int) -> None:
-    """Against all paths of tokens with their probabilities."""
-    matcher, root = Words(texts, TOKENS), TOKENS.index("a")
-    row = tree_of(matcher, root, depth)
-    assert matcher.so_far == []  # as it was
-    expected: dict[tuple[int, ...], float] = {}
-    for size in range(1, depth + 1):
-        for path in product(range(len(TOKENS)), repeat=size):
-            walker, probability = Words(texts, TOKENS), 1.0
-            for token, following in zip((root, *path), (*path, None)):
-                if not walker.accept(token):
-                    probability = 0.0
-                    break
-                allowed = walker.allowed()
-                if following is None:
-                    break
-                if following not in allowed:
-                    probability = 0.0
-                elif len(allowed) > 1:
-                    first = following == allowed[0]
-                    probability *= LONGEST if first else (1 - LONGEST) / (len(allowed) - 1)
-            if probability >= LEAST:
-                expected[path] = probability
+def paths_of(row: Row) -> dict[tuple[int, ...], float]:
+    """The probability of each path of draft tokens."""
     found, paths = {}, [()]
     for parent, token, probability in zip(row.parents[1:], row.tokens[1:], row.probs[1:]):
         paths.append((*paths[parent], token))
         found[paths[-1]] = probability
-    best = sorted(expected.values(), reverse=True)[:MOST]
+    return found
+
+
+def drafted(seed: int) -> Row:
+    """A random draft tree, likeliest first; of its tokens some follow."""
+    random, row = np.random.default_rng(seed), Row.root(TOKENS.index("a"))
+    for _ in range(12 * seed):
+        parent, token = int(random.integers(len(row.tokens))), int(random.integers(len(TOKENS)))
+        if (parent, token) not in row.children:
+            row.add(parent, token, row.probs[parent] * float(random.uniform(0.1, 0.9)))
+    return row.likeliest_first()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize(
+    "texts",
+    [["aab"], ["aabcabca"], ["aabca", "acab"], ["aaaaaaa"], ["a"], ["b"], [f"a{x}c" for x in "ab"]],
+)
+def test_the_likeliest_tokenizations_are_drafted(texts: list[str], depth: int, seed: int) -> None:
+    """And of other drafts those that are allowed; against all paths of tokens."""
+    given, few = drafted(seed), 2
+    matcher = Words(texts, TOKENS, few)
+    row = completed(matcher, given, depth)
+    assert matcher.so_far == []  # as it was
+    if not Words(texts, TOKENS).accept(given.tokens[0]):
+        assert row == given
+        return
+    own, expected = paths_of(given), {(): 1.0}
+    for size in range(1, depth + 1):
+        for path in product(range(len(TOKENS)), repeat=size):
+            walker, before = Words(texts, TOKENS, few), expected.get(path[:-1], 0.0)
+            if not before or not all(map(walker.accept, (given.tokens[0], *path[:-1]))):
+                continue
+            allowed = walker.allowed() if before >= LEAST else []
+            chances = [own.get(path, 0.0)]
+            if path[-1] in allowed:
+                first = path[-1] == allowed[0]
+                share = LONGEST if first else (1 - LONGEST) / max(len(allowed) - 1, 1)
+                forced = before * (1.0 if len(allowed) == 1 else share)
+                chances.append(forced if forced >= LEAST else 0.0)
+            if walker.accept(path[-1]) and max(chances):
+                expected[path] = max(chances)
+    del expected[()]
+    found, most = paths_of(row), len(own) + MOST
+    best = sorted(expected.values(), reverse=True)[:most]
     assert sorted(found.values(), reverse=True) == pytest.approx(best)
     assert found == pytest.approx({path: expected[path] for path in found})
     assert row.probs == sorted(row.probs, reverse=True)
@@ -224,8 +250,59 @@ def test_ends_are_not_drafted() -> None:
     """The tokens after them would be of no use."""
     matcher = Words(["abc"], TOKENS)
     ends = [TOKENS.index("b"), TOKENS.index("bc")]
-    assert tree_of(matcher, 0, 5, ends) == Row.root(0)
-    assert len(tree_of(matcher, 0, 5, ends[:1]).tokens) == 2
+    assert completed(matcher, Row.root(0), 5, ends) == Row.root(0)
+    assert len(completed(matcher, Row.root(0), 5, ends[:1]).tokens) == 2
+
+
+def test_a_matcher_that_breaks_is_left_as_it_was() -> None:
+    """The processor calls it with the tokens that are emitted."""
+    matcher = Words(["abcabcabc"], TOKENS)
+    allowed, matcher.allowed = matcher.allowed, lambda: [1 // (len(matcher.so_far) < 3), *allowed()]
+    with pytest.raises(ZeroDivisionError):
+        completed(matcher, Row.root(0), 9)
+    assert matcher.so_far == []
+
+
+def test_matchers_go_back_a_bounded_number_of_tokens() -> None:
+    row = Row([*range(-1, 2 * DEEPEST)], [0] * (2 * DEEPEST + 1), [1.0] * (2 * DEEPEST + 1))
+    found = completed(Words(["a" * 99], TOKENS), row, 99)
+    assert max(found.depths) == DEEPEST
+
+
+class Separated(LogitsProcessor):
+    """Allows two tokens that are always the same, and then two of which it says what they are."""
+
+    stateless = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        kept = torch.full_like(scores, -torch.inf)
+        kept[:, self.token(input_ids.shape[1])] = 0.0
+        return kept
+
+    @staticmethod
+    def token(place: int) -> int:
+        return (7, 6, 8 + place % 50, 5)[place % 4]
+
+    def forced(self, row: int, tokens: list[int]) -> list[int]:
+        places = range(len(tokens), len(tokens) + 4)
+        return [self.token(place) for place in takewhile(lambda place: place % 4 > 1, places)]
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "token_recycling"])
+def test_what_follows_forced_tokens_is_looked_up(
+    tiny: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they are followed by is seen behind their end alone."""
+    spec = drafting(name, **{} if name == "prompt_lookup" else {"lookup": True})
+    model, steps = tiny("llama"), []
+    settings = {"input_ids": prompt(15), "max_new_tokens": 60}
+    for end in (Row.end.fget, lambda row: 0):
+        monkeypatch.setattr(Row, "end", property(end))
+        generated(model, spec, Separated(), **settings)
+        stats = hf_spec.last_stats(model)
+        assert stats is not None
+        steps.append(stats.num_steps)
+    assert steps[0] < steps[1]
 
 
 @pytest.mark.parametrize("tokens", [[], [0], [31, 32, 95], [7, 8, 64], [*range(forced.FEW)]])

@@ -33,6 +33,20 @@ def test_other_answers_to_the_prompt_are_searched() -> None:
         assert [row.tokens for row in equal.lookup([[1, 2, 7]] * 2, [True] * 2, 3)] == [[7]] * 2
 
 
+def test_what_is_known_to_follow_is_continued() -> None:
+    """The likeliest path of it, beside the continuations of the sequence itself."""
+    text = [1, 2, 3, 1, 4, 2]
+    known = Row([-1, 0, 0, 1], [2, 9, 8, 1], [1.0, 0.7, 0.3, 0.7])
+    lookup = BatchLookup(Limits(), [text])
+    [alone] = lookup.lookup([text], [True], 5)
+    behind, _ = lookup.rows[0]._continued([*text, 9, 1], 3)
+    [found] = BatchLookup(Limits(), [text]).lookup([text], [True], 5, [known])
+    expected = known.merge(alone).merge(behind, at=3)
+    assert found == expected.likeliest_first()
+    assert [known.path(known.end), found.tokens.count(4)] == [[9, 1], 2]
+    assert expected.probs[-1] == pytest.approx(0.7 * behind.probs[-1])
+
+
 def test_sequences_that_join_keep_what_they_have_learned() -> None:
     first, second = ([[5, 6, 7, 5]], [[1, 2, 3, 1], [4, 4]])
     lookups, new = BatchLookup(Limits(), first), BatchLookup(Limits(), second)

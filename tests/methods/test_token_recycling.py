@@ -1,5 +1,6 @@
 """``token_recycling``: the table against a dictionary, and what calls leave in it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hf_spec.core.memory import forget, memory
 from hf_spec.core.tree import Row, Tree
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.draft.grow import Children, Frontier
-from hf_spec.methods.registry import methods
+from hf_spec.methods.registry import get_method, methods
 from hf_spec.predict.recycling import (
     ORDERS,
     SOURCE,
@@ -289,3 +290,23 @@ def set_up(fresh: Any, strategy: str, options: dict[str, Any]) -> tuple[Any, Any
         model.add_adapter(kind())
     config = hf_spec.SpecConfig(strategy, options, do_sample=options.get("acceptance") is not None)
     return model, config
+
+
+def test_the_table_continues_what_is_known_to_follow(fresh: Any) -> None:
+    """By the last tokens of the likeliest path; other rows are left as they are."""
+    model, method = fresh("llama"), get_method("token_recycling")
+    predictor = method.make_drafter(model, method.parse_options({})).predictor
+    predictor.table = SuccessorTable(61, 1 << 10, torch.device("cpu"))
+    entries = [[-1, -1, 7], [-1, 7, 5]], [[5, 1], [6, 2]], [[-0.1, -9.0], [-0.2, -9.0]]
+    contexts, successors, chances = (torch.tensor(one) for one in entries)
+    predictor.table.enter(contexts.int(), successors.int(), chances)
+    known = [Row([-1, 0, 0], [3, 9, 7], [1.0, 0.3, 0.6]), Row.root(7)]
+    state: Any = SimpleNamespace(
+        tokens=[[1, 3], [2, 7]], max_depth=9, root=torch.tensor([3, 7]), draft_cost=None
+    )
+    first, second = predictor.continued(state, known)
+    paths = [first.path(node) for node in range(1, len(first.tokens))]
+    assert {(7,), (9,), (7, 5), (7, 5, 6)} <= {*map(tuple, paths)}
+    assert first.probs[first.children[first.children[0, 7], 5]] < 0.6
+    assert second == known[1]
+    assert predictor.continued(state, known[1:]) == known[1:]
