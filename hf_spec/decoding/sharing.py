@@ -23,6 +23,7 @@ from hf_spec.decoding.shared import Call, SharedSteps, kind_of
 from hf_spec.decoding.step import Steps
 from hf_spec.modeling_patches.dynamic_rope import rope_ends
 from hf_spec.modeling_patches.modules import unwrapped
+from hf_spec.threads import end_team
 
 # -- Turns: prompts and steps run one after the other ----------------------------------------------
 
@@ -353,7 +354,10 @@ class StepSharing:
             if self._prompted:
                 parts = Parts(max(self.prompt_part // rows, 1), self.turns.pass_on)
             turn.tokens = rows * min(parts.most or width, width)
-            yield parts
+            try:
+                yield parts
+            finally:
+                end_team()  # from here on another thread computes
             self._prompted.add(turn.thread)
 
     @contextmanager
@@ -460,4 +464,5 @@ def share_steps(
             f"calls of this {type(inner).__name__} already share their steps: stop() what "
             "share_steps() has returned first."
         )
+    end_team()  # this thread may have loaded the model, and only wait from here on
     return sharing

@@ -53,12 +53,22 @@ def check_rows_apart(
     reasons = [
         refusal,
         None if streamer is None else "a streamer gets a token of each row at a time",
-        *(f"{type(one).__name__} may look at several rows" for one in others),
+        *(f"{_described(one)} may look at several rows" for one in others),
         *(f"{type(one).__name__} without an EOS token stops all rows at once" for one in late),
         *(f"{name} is of all rows" for name in shown if config.return_dict_in_generate),
     ]
     if why := next((reason for reason in reasons if reason), None):
-        raise ValueError(f"max_rows: {why}. Leave it out, or give the call fewer prompts.")
+        raise ValueError(
+            f"max_rows: {why}. Call generate() without max_rows (generate_batch() sets it), or "
+            "with no more prompts than that."
+        )
+
+
+def _described(one: Any) -> str:
+    """A processor or criterion by its name, and whether it is one of Transformers."""
+    kind = type(one)
+    others = "" if kind.__module__.startswith("transformers.") else ", which is the caller's own,"
+    return f"{kind.__name__}{others}"
 
 
 def inputs_of_row(

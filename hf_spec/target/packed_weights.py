@@ -80,8 +80,9 @@ TOGETHER = ("q_proj", "k_proj", "v_proj")
 SMALLEST = {torch.bfloat16: 2**18, torch.float16: 2**19, torch.float32: 2**19}
 #: Least tokens of a product, those of all rows: with fewer, PyTorch's own is as fast.
 LEAST_TOKENS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 2}
-#: Most tokens of a product: with more, arranging the weight hardly counts.
-MOST_TOKENS = {torch.bfloat16: 256, torch.float16: 64, torch.float32: 64}
+#: Most tokens of a product: with more, arranging the weight hardly counts. PyTorch's own in float32
+#: is by another library, which is slower with any number of tokens on CPUs of AMD.
+MOST_TOKENS = {torch.bfloat16: 256, torch.float16: 64, torch.float32: 1024}
 #: Number of tokens that weights are arranged for.
 _TOKENS = 8
 

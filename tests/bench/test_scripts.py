@@ -33,7 +33,8 @@ tokens = [known[str(ids)] for ids in asked["prompts"]]
 assert not any(ids in asked["prompts"] for ids in asked["warm"])
 if asked["speculative"]:
     tokens[-1] = tokens[-1][:-1]
-print(json.dumps(dict(version="9.9", torch="1.0", seconds=[0.1] * len(tokens), tokens=tokens)))
+calls = len(tokens) if asked["batch_size"] == 1 else 1
+print(json.dumps(dict(version="9.9", torch="1.0", seconds=[0.1] * calls, tokens=tokens)))
 """
 
 
@@ -179,8 +180,9 @@ def test_contexts(monkeypatch, made, capsys):
 # -- other programs -------------------------------------------------------------------------------
 
 
-def test_vllm(tmp_path):
-    """With a stand-in for the interpreter that has vLLM."""
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_vllm(tmp_path, at_once):
+    """With a stand-in for the interpreter that has vLLM; calls of several threads share steps."""
     vllm: Any = load_script("vllm")
     save_checkpoint(tmp_path / "model", layers=1)
     prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "abcabcabc"}, {"prompt": "hello"}])
@@ -198,16 +200,16 @@ def test_vllm(tmp_path):
         "--vllm-python", str(python), "--model", str(tmp_path / "model"), "--threads", "1",
         "--prompts", str(prompts), "--max-new-tokens", "6", "--repeats", "2",
         "--strategies", "prompt_lookup", "--backend", "eager", "--json", str(tmp_path / "r.json"),
+        "--batch-size", str(at_once),
     ])  # fmt: skip
     rows = {row["name"]: row for row in json.loads((tmp_path / "r.json").read_text())["results"]}
-    assert list(rows) == [
-        "vLLM", "vLLM, n-gram", "generate", "generate+compiled", "prompt_lookup",
-        "prompt_lookup+compiled",
-    ]  # fmt: skip
+    alone = ["generate", "generate+compiled", "prompt_lookup", "prompt_lookup+compiled"]
+    together = ["transformers:generate_batch", "prompt_lookup+shared"]
+    assert list(rows) == ["vLLM", "vLLM, n-gram", *(alone if at_once == 1 else together)]
     for name, row in rows.items():
         same = 0.5 if name == "vLLM, n-gram" else 1.0
         assert row["same_as_vllm"] == row["same_as_plain"] == same
-    assert rows["vLLM"]["tokens_per_second"] == pytest.approx(12 / 0.2)
+    assert rows["vLLM"]["tokens_per_second"] == pytest.approx(12 / (0.2 / at_once))
 
 
 def test_long_prompts(tmp_path, monkeypatch, capsys):

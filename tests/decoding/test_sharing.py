@@ -1,6 +1,7 @@
 """Calls of several threads that share their steps: the switch, its limits, and errors."""
 
 import gc
+import os
 import re
 import signal
 import subprocess
@@ -25,9 +26,10 @@ from recurrent_models import shared_recurrent
 from running import drafting
 from test_method_contract import FIRST, adapted, strategy
 from test_shared import GREEDY, LOOKUP, SKIPPING, of_all, requests
+from transformers import LogitsProcessor
 
 import hf_spec
-from hf_spec import RolloutHistory, StepSharing, last_stats, share_steps
+from hf_spec import RolloutHistory, StepSharing, last_stats, share_steps, threads
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.memory import memory
 from hf_spec.decoding.loop import on_end
@@ -110,6 +112,33 @@ def test_calls_share_their_steps(
     stats = last_stats(model)
     assert stats.details["shared"]["rows"] > 1 and stats.num_row_steps
     assert stats.total_seconds > stats.forward_seconds > 0
+
+
+class Computes(LogitsProcessor):
+    """Takes a product that is divided among cores."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        torch.ones(512, 512) @ torch.ones(512, 512)
+        return scores
+
+
+@pytest.mark.skipif(not threads._pauses(), reason="PyTorch does not use GNU's OpenMP")
+def test_threads_of_calls_keep_no_cores(sharing: StepSharing, model: Any) -> None:
+    """Not beyond their prompts: of those that wait for other threads' steps, or for new calls."""
+    made = [
+        {**one, "logits_processor": [Computes()]} for one in of_all(requests(**GREEDY), **LOOKUP)
+    ]
+    count = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        threads.end_team()
+        before = len(os.listdir("/proc/self/task"))
+        with ThreadPoolExecutor(len(made)) as pool:
+            list(pool.map(lambda own: model.generate(**own), made))
+            at_rest(sharing)
+            wait_until(lambda: len(os.listdir("/proc/self/task")) <= before + len(made))
+    finally:
+        torch.set_num_threads(count)
 
 
 def test_calls_of_other_kinds_share_with_their_own(

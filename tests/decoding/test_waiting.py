@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "grammars": ({"logits_processor": [Matcher()]}, "Matcher"),
     "by row": ({"logits_processor": [ByRow(6)]}, "ByRow"),
     "encoder": ({"encoder_repetition_penalty": 1.2}, "EncoderRepetitionPenalty.* several rows"),
-    "criterion": ({"stopping_criteria": [Criterion(None)]}, "Criterion may look at several rows"),
+    "criterion": ({"stopping_criteria": [Criterion(None)]}, "Criterion, .* own, may look at"),
     "time": ({"max_time": 9.0, "eos_token_id": None}, "MaxTimeCriteria without an EOS token"),
     "streamer": ({"streamer": Streamed()}, "a streamer gets a token of each row at a time"),
     "scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores is of all"),
