@@ -80,11 +80,13 @@ class Drafts(Protocol):
     """
 
     depth: int
-    width: int | None
     siblings: int
     level_cost: LevelCost
     exactly: int | None
     exit: DraftExit | None
+
+    @property
+    def width(self) -> int | None: ...
 
     @property
     def goes_on(self) -> GoesOn | None: ...
