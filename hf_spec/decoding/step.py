@@ -253,8 +253,9 @@ class Steps:
             tree = Tree.of_rows(lookups, state.root.device)
         else:
             tree = self.strategy.run(drafter.propose, state)
-            if lookups:
-                tree = merged(tree, self.strategy.run(drafter.continued, state, lookups))
+            if lookups and state.forced:
+                lookups = self.strategy.run(drafter.continued, state, lookups)
+            tree = merged(tree, lookups) if lookups else tree
         if state.forced and (drafter.drafts or state.lookups):  # else these are all
             tree = state.forced.completed(tree, state.max_depth)
         group, unpads = len(drafter.group), state.target.unpads
