@@ -221,8 +221,8 @@ class Session:
                 break
             calls, before = self.compiling.get(contender.name, (0, 0.0))
             self.compiling[contender.name] = calls + 1, before + seconds
-            for one, known in zip(table, learned):  # the call that counts knows no answer
-                one.copy_(known)
+            for one, was in zip(table, learned):  # the call that counts knows no answer
+                one.copy_(was)
         width = inputs["input_ids"].shape[1]
         eos = set(eos_ids(model.generation_config))
         rows = [_until_eos(row, eos) for row in sequences[:, width:].tolist()]
