@@ -53,7 +53,9 @@ class Eagle3Config(ChainConfig, DecoderConfig):
         False, "Whether the first layer's residual is the normed feature."
     )
     norm_before_fc: bool = setting(False, "Whether the states that it reads are normed together.")
-    fc_norm: bool = setting(False, "Whether each of the states that it reads is normed (3.1).")
+    fc_norm: bool = setting(
+        True, "Whether each of the states that it reads is normed, as in EAGLE 3.1."
+    )
     norm_output: bool = setting(
         False, "Whether the next row takes its output after the norm (3.1)."
     )

@@ -154,3 +154,21 @@ def test_a_base_whose_embeddings_are_narrower_than_its_states() -> None:
     assert out["loss"].isfinite() and out["logits"].shape == (1, 2, 7, 61)
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     check_same(model, drafting("eagle3"), input_ids=ids, **settings)
+
+
+def test_states_of_each_layer_count_alike_however_large_they_are() -> None:
+    """By default, which RMS norms of each layer's own do, at first with weights of 1; an adapter
+    of the paper takes them as they are."""
+    model, states = base(), torch.randn(1, 5, 3, 64)
+    larger = states * torch.tensor([1.0, 1000.0, 0.1])[:, None]
+    for config, alike in ((Eagle3Config(), True), (Eagle3Config(fc_norm=False), False)):
+        model.add_adapter(config, "sized")
+        network = Eagle3Network(model, find_active(model, "EAGLE3"))
+        with torch.no_grad():
+            once, then = (network.features(one.flatten(2)) for one in (states, larger))
+            normed = states / states.pow(2).mean(-1, keepdim=True).sqrt()
+            expected = normed.flatten(2) @ network.adapter.fc.weight.T
+        model.delete_adapter("sized")
+        assert torch.allclose(once, then, atol=1e-2 * float(once.abs().max())) is alike
+        if alike:
+            torch.testing.assert_close(once, expected, atol=1e-4, rtol=1e-4)
