@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_spec.core.device import Ragged
 from hf_spec.modeling_patches.fingerprint import is_users_attention
 from hf_spec.modeling_patches.per_call import Changes, Replaceable, step_aside
 from hf_spec.modeling_patches.weights import placement
@@ -35,7 +33,7 @@ TREE_ATTENTION = "tree_attention"
 
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
+    dropout: float = 0.0, scaling: float | None = None, divides: bool = False, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention under masks of trees or of ``sdpa``, by the first of these that has it: the kernel
     of :mod:`.tree_attention`, for packed masks; the model's own eager attention, for ``softcap``
@@ -43,11 +41,12 @@ def attend(
 
     With a mask and several queries, the stock ``sdpa`` repeats the KV of a layer for each query
     head in each step. Here, under a tree's mask, the query heads of a group are folded into the
-    query dimension instead. On a CPU, rows of different lengths are divided, see :func:`parts_of`.
+    query dimension instead.
 
     Args:
         query: ``(batch, heads, query, dim)``.
         key, value: ``(batch, kv_heads, key, dim)``.
+        divides: whether rows of different lengths attend in parts, see :func:`parts_of`.
         attention_mask: of a tree, packed or what is added to scores ``(batch, 1, query, key)``;
             boolean, or None, as for ``sdpa``.
     """
@@ -69,7 +68,7 @@ def attend(
     mask, groups = attention_mask, heads // kv_heads
     if mask is None or mask.dtype == torch.bool or mask.shape[1] != 1:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
-    parts = _parts(mask)
+    parts = _parts(mask) if divides else [(slice(0, batch), key.shape[2])]
     if groups == 1 and len(parts) == 1:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     folded, added = query.reshape(batch, kv_heads, groups * length, dim), _tiled(mask, groups)
@@ -185,12 +184,9 @@ def parts_of(widths: Sequence[int], most: int) -> list[Part]:
 
 def _parts(mask: Tensor) -> list[Part]:
     """:func:`parts_of` what is added to scores; made once per forward, not once per layer."""
-    rows, most = len(mask), mask.shape[3]
-    captured = torch.compiler.is_compiling() or isinstance(mask, FakeTensor)
-    if mask.device.type != "cpu" or rows == 1 or captured:  # without a look at the lengths
-        return [(slice(0, rows), most)]
     made: list[Part] | None = getattr(mask, "_parts", None)
     if made is None:
+        most = mask.shape[3]
         seen = (mask > -torch.inf).any(2)[:, 0].int()
         widths = most - seen.flip(1).argmax(1)
         made = mask._parts = parts_of(widths.tolist(), most)  # type: ignore[attr-defined]
@@ -230,7 +226,10 @@ class TreeAttention:
             masks; a single entry "" where it wants one mask.
         packs: whether masks of trees are packed, see :func:`unpacked`.
         takes_ragged: whether queries may come without padding.
-        ragged: those of the running forward, if they do. Keys, values and masks have padding.
+        divides: whether rows of different lengths attend in parts. The host reads how long they
+            are, so that this is for a CPU, and for forwards that are not recorded or compiled.
+        ragged: what puts their padding back in the running forward (``pad_heads``), and takes it
+            from the output (``unpad``); None if there is padding. Keys, values and masks have it.
         changes: the changes that forwards run with.
 
     Raises:
@@ -242,8 +241,8 @@ class TreeAttention:
         step_aside(model)
         self.locals = local_attention(model)
         self.changes = Changes()
-        self.takes_ragged = False
-        self.ragged: Ragged | None = None
+        self.takes_ragged = self.divides = False
+        self.ragged: Any = None
         current = _text(model)._attn_implementation
         users = is_users_attention(current)
         #: Whether masks stay boolean: those of a user's function that takes the masks of sdpa.
@@ -285,7 +284,7 @@ class TreeAttention:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """:func:`attend` with queries ``(1, heads, tokens, dim)`` where they are :attr:`ragged`."""
-        ragged = self.ragged
+        ragged, kwargs["divides"] = self.ragged, self.divides
         if ragged is None:
             return attend(module, query, key, value, *args, **kwargs)
         output, weights = attend(module, ragged.pad_heads(query), key, value, *args, **kwargs)

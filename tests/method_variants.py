@@ -98,7 +98,7 @@ VARIANTS: dict[str, Variants] = {
         },
         hitting="wide",
         adapters={
-            "adaptive": {"draft_vocab_size": 40},
+            "adaptive": {"draft_vocab_size": 40, "fc_norm": False},  # as in the paper
             "parallel": {"mask_token_id": 3},
             "chain": {"fc_norm": True, "norm_output": True, "num_layers": 2},
         },

@@ -76,8 +76,8 @@ def test_a_drafter_as_it_was_trained(drafter):
     assert found.expected.endswith("with trees of 8, by the held-out prompts of its training "
                                    "(training.json)")  # fmt: skip
     assert {*found.tried} == {
-        '{"norm_before_residual": false}', '{"norm_output": true}', '{"layers": [2, 3]}',
-        '{"layers": [0, 1]}',
+        '{"norm_before_residual": false}', '{"norm_output": true}', '{"fc_norm": false}',
+        '{"layers": [2, 3]}', '{"layers": [0, 1]}',
     }  # fmt: skip
 
 

@@ -179,7 +179,7 @@ def test_there_are_no_other_locks() -> None:
     # What calls share steps by is made anew in children.
     shared = [
         (f"hf_spec.decoding.{name}", f"threading.{kind}")
-        for name in ("manager", "sharing", "sharing")
+        for name in ("batches", "sharing", "sharing")
         for kind in ("Condition", "RLock")
     ]
     assert sorted(found) == sorted(shared) + [("hf_spec.threads", "threading.RLock")]

@@ -457,6 +457,9 @@ class Target(FollowsRows):
         no_keys = recurrent is not None and self.cache.states.is_empty
         ragged = self.cache.block.ragged if self.cache.block else None
         self.attention.ragged = ragged
+        # One row has no others, and recorded code reads nothing.
+        several = len(lengths) > 1 and self.graphs is None
+        self.attention.divides = several and not is_async(self.device)
         inputs: dict[str, Any] = {
             **self.model_kwargs,
             **self.row_kwargs,

@@ -233,17 +233,18 @@ def test_flash_is_switched_to_sdpa_for_the_call(
     model = fresh("llama")
     model.config._attn_implementation_internal = "flash_attention_2"
     called: list[str] = []
+    given = model, *torch.ones(3, 1, 1, 1, 1)  # a module, queries, keys and values
     monkeypatch.setattr(attention_masks, "is_users_attention", lambda name: False)
-    monkeypatch.setattr(attention_masks, "attend", lambda *args: called.append("ours"))
+    monkeypatch.setattr(attention_masks, "attend", lambda *args, **_: called.append("ours") or args)
     monkeypatch.setitem(
-        AttentionInterface._global_mapping, "flash_attention_2", lambda *args: called.append("own")
+        AttentionInterface._global_mapping, "flash_attention_2", lambda *_: called.append("own")
     )
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             attention = attention_masks.TreeAttention(model)
             flash = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
-            attention.changes.run(flash)
-            flash()
+            attention.changes.run(flash, *given)
+            flash(*given)
             converted = attention.convert({"": torch.tensor([[[[True, False]]]])}, torch.half)
             assert converted.tolist() == [[[[0, -torch.inf]]]]
     assert called == ["ours", "own"] * 2

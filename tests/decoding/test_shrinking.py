@@ -25,6 +25,7 @@ from hf_spec.core.memory import forget
 from hf_spec.decoding import loop
 from hf_spec.draft.policy import Plan, StepPolicy
 from hf_spec.methods.registry import methods
+from hf_spec.target.target import Target
 
 LENGTHS = (12, 5, 9, 11, 3, 7, 12, 8, 4, 10, 6, 12, 5, 9, 11, 2)
 NEW = 16
@@ -33,6 +34,12 @@ LOOKUP = drafting("prompt_lookup")
 
 #: Rows of token_recycling share a table: what is entered last depends on their order.
 KEEP_STEPS = [case for case in FIRST if case[0] != "token_recycling"]
+
+
+@pytest.fixture(autouse=True)
+def padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards have the batch's rows, which are counted."""
+    monkeypatch.setattr(Target, "unpads", False)
 
 
 class StopRowAt(StoppingCriteria):

@@ -157,7 +157,7 @@ def state_of(rows: list[list[int]], active: list[bool], max_depth: int) -> Any:
     root = torch.tensor([row[-1] for row in rows])
     return SimpleNamespace(
         tokens=rows, active=active, max_depth=max_depth, root=root, batch_size=len(rows),
-        model=MODEL,
+        model=MODEL, looked_up=(),
     )  # fmt: skip
 
 

@@ -302,8 +302,9 @@ def test_the_table_continues_what_is_known_to_follow(fresh: Any) -> None:
     predictor.table.enter(contexts.int(), successors.int(), chances)
     known = [Row([-1, 0, 0], [3, 9, 7], [1.0, 0.3, 0.6]), Row.root(7)]
     state: Any = SimpleNamespace(
-        tokens=[[1, 3], [2, 7]], max_depth=9, root=torch.tensor([3, 7]), draft_cost=None
-    )
+        tokens=[[1, 3], [2, 7]], max_depth=9, root=torch.tensor([3, 7]), draft_cost=None,
+        active=[True, True],
+    )  # fmt: skip
     first, second = predictor.continued(state, known)
     paths = [first.path(node) for node in range(1, len(first.tokens))]
     assert {(7,), (9,), (7, 5), (7, 5, 6)} <= {*map(tuple, paths)}

@@ -63,12 +63,12 @@ def test_they_attend_as_they_do_together(
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
     module: Any = SimpleNamespace(num_key_value_groups=groups)
-    output, _ = attend(module, query, key, value, mask)
+    output, _ = attend(module, query, key, value, mask, divides=True)
     assert sum(read) < sum(lengths) + 5 * ALIGNED
     keys, values = (one.repeat_interleave(groups, 1) for one in (key, value))
     scores = query @ keys.transpose(2, 3) * dim**-0.5 + mask
     expected = (scores.softmax(-1) @ values).transpose(1, 2)
     assert torch.allclose(output, expected, atol=1e-5)
     read.clear()
-    attend(module, query, key, value, mask)
+    attend(module, query, key, value, mask, divides=True)
     assert sum(read) < sum(lengths) + 5 * ALIGNED and attention_masks._parts(mask) is mask._parts

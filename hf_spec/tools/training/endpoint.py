@@ -98,7 +98,7 @@ class Endpoint:
         async def work(client: Any) -> None:
             nonlocal last
             for index, ids in left:  # which all workers share
-                answer = await self._complete(client, index, ids)
+                answer = await self.complete(client, index, ids)
                 before, last = last, time.perf_counter()
                 note({index: answer}, last - before, None)
 
@@ -113,7 +113,7 @@ class Endpoint:
                 for one in workers:
                     one.cancel()
 
-    async def _complete(self, client: Any, index: int, prompt_ids: list[int]) -> list[int]:
+    async def complete(self, client: Any, index: int, prompt_ids: list[int]) -> list[int]:
         """Token ids of the answer to a prompt, with the end-of-sequence token if it ended."""
         ends = _end_ids(self.model.generation_config)
         reply = await self._ask(client, "POST", "completions", {
