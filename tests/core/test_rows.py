@@ -100,7 +100,8 @@ def test_code_takes_the_tensors_of_a_part_and_gives_some_anew() -> None:
     code = Code()
     fixed, changing = code.tensors(), code.changing()
     assert numbers(fixed) == [0, 2, 4] and numbers(changing) == [1, 3, 5, 6]
-    assert code.layout == (("by row", "by row"), "None") and numbers(code.renewed()) == [5, 6]
+    assert code.layout == (("by row", "by row"), (("own", "tensor"),), "None")
+    assert numbers(code.renewed()) == [5, 6]
     copied = code.using(iter(10 + one for one in fixed), iter(10 + one for one in changing))
     assert numbers(copied.tensors()) == [10, 12, 14]
     assert numbers(copied.changing()) == [11, 13, 15, 16]
