@@ -1,7 +1,7 @@
 """A batch in which some rows copy and others write freely: draft sizes per row, and one for all.
 
 ``python benchmarks/mixed_batch.py --model M --prompts spec_bench.jsonl [--strategy medusa]
-[--adapter A] [--batch-size 8] [--rounds 4]``
+[--adapter A] [--batch-size 24] [--max-rows 8] [--rounds 4]``
 
 Half of the prompts ask for a text word by word, half are those of the categories ``writing`` and
 ``roleplay``. Both ways generate the same batch in turns, each with what it has learned before, and
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--adapter")
     parser.add_argument("--strategy", default="token_recycling")
     parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--max-rows", type=int, help="most at once; the others wait")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--threads", type=int)
@@ -53,6 +54,7 @@ def main() -> None:
     ids = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, return_tensors="pt", padding=True, return_dict=True
     )
+    options = {} if args.max_rows is None else {"max_rows": args.max_rows}
     models: dict[str, Any] = {}
     for way in ("per row", "one size"):  # each learns for itself
         models[way] = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
@@ -67,7 +69,7 @@ def main() -> None:
             began = time.perf_counter()
             given[way] = models[way].generate(
                 **ids, max_new_tokens=args.max_new_tokens, min_new_tokens=args.max_new_tokens,
-                do_sample=False, assistant_strategy=args.strategy,
+                do_sample=False, assistant_strategy=args.strategy, assistant_kwargs=options,
             )  # fmt: skip
             seconds = time.perf_counter() - began
             stats = hf_spec.last_stats(models[way])

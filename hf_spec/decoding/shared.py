@@ -324,6 +324,8 @@ class SharedSteps(Steps):
         first: one of them.
     """
 
+    replaces = True
+
     def __init__(self, first: Call):
         own, strategy = first.steps, first.steps.strategy
         own.settle()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -179,6 +179,9 @@ class Steps:
     owner: CacheOwner
     history: History | None
     earlier: Earlier | None
+    #: Whether other sequences take the places of those that have ended. Rows then compete for draft
+    #: tokens; where the slowest row decides how long a call takes, they all have equally many.
+    replaces: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.device = DeviceStep(self.state, self.strategy, self.acceptance, self.watch)
@@ -258,8 +261,8 @@ class Steps:
             tree = merged(tree, lookups) if lookups else tree
         if state.forced and (drafter.drafts or state.lookups):  # else these are all
             tree = state.forced.completed(tree, state.max_depth)
-        group, unpads = len(drafter.group), state.target.unpads
-        tree, probed = policy.choose(tree, state.active, limits, group, unpads)
+        group, competes = len(drafter.group), self.replaces and state.target.unpads
+        tree, probed = policy.choose(tree, state.active, limits, group, competes)
         if probed is not None:
             tree = drafter.attach_probes(tree, (probed * drafter.depth).tolist())
         return tree.within(limits), False

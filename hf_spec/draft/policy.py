@@ -464,7 +464,7 @@ class StepPolicy:
         active: Sequence[bool],
         limits: Sequence[int],
         group: int = 0,
-        unpads: bool = False,
+        competes: bool = False,
     ) -> tuple[Tree, Array | None]:
         """Reduce the trees to the draft tokens that the step takes.
 
@@ -474,8 +474,8 @@ class StepPolicy:
             active: unfinished rows.
             limits: depth of the deepest draft token that each row can use.
             group: number of probes under a node that has them.
-            unpads: whether padding of trees that are smaller than others takes no time. The draft
-                tokens of all rows then compete for the step's places.
+            competes: whether the draft tokens of all rows compete for the step's places, where
+                padding of trees that are smaller than others takes no time.
 
         Returns:
             The trees, and ``(batch, nodes)`` bool, the nodes that get probes; None if none does.
@@ -486,7 +486,7 @@ class StepPolicy:
         deep = np.where(active, limits, -1)[:, None]
         probs = np.where(host.depths <= deep, host.probs, 0.0)
         group = 0 if self.paused else group
-        self._competed = unpads and tree.batch_size > 1 and not group
+        self._competed = competes and tree.batch_size > 1 and not group
         if self._competed:
             return tree.likeliest(shares(probs, self._most_valuable(probs))), None
         plan = self._best(probs, host.parents, group)

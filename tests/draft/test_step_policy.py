@@ -347,7 +347,7 @@ def test_rows_compete_where_padding_takes_no_time(slope: float) -> None:
     rows = [sure, *[Row([-1, 0, 0], [5, 6, 7], [1.0, 0.1, 0.05])] * 3]
     tree, known = Tree.of_rows(rows, "cpu"), knowing(line(slope), 2.0)
     policy = StepPolicy(SpecStats(), known, HERE)
-    taken, _ = policy.choose(tree, [True] * 4, [20] * 4, unpads=True)
+    taken, _ = policy.choose(tree, [True] * 4, [20] * 4, competes=True)
     likely = sorted((prob for row in rows for prob in row.probs[1:]), reverse=True)
     values = {
         total: sum(likely[:total]) - 2.0 * line(slope)(1 + total / 4)
