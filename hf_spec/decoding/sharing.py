@@ -339,7 +339,6 @@ class StepSharing:
             yield
         finally:
             self._inside.pop(turn, None)  # at once, as another interrupt may follow
-            end_team()  # the call's thread may only wait from here on
             with self._lock:
                 self._prompted.discard(room.thread)
                 if turn in self._waiting:
@@ -355,7 +354,10 @@ class StepSharing:
             if self._prompted:
                 parts = Parts(max(self.prompt_part // rows, 1), self.turns.pass_on)
             turn.tokens = rows * min(parts.most or width, width)
-            yield parts
+            try:
+                yield parts
+            finally:
+                end_team()  # from here on another thread computes
             self._prompted.add(turn.thread)
 
     @contextmanager
@@ -377,7 +379,6 @@ class StepSharing:
                     thread.start()
                     self._batches[key] = batch
                 self._batches[key].arrived.append(own)
-            end_team()  # from here on another thread computes
             yield own.wait
         finally:
             if not own.ended.is_set():
