@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from hf_spec.tools import demo
 from hf_spec.tools.bench.prompts import BUNDLED, read_prompts, spread
@@ -91,21 +92,30 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(int(place) - 1, 0)] if ordered else 0.0
 
 
+def as_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """A question as the prompt that a chat begins with."""
+    messages = [{"role": "user", "content": text}]
+    chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return str(chat)
+
+
 def questions(model: str | None, num_tokens: int) -> list[Question]:
     """What clients ask, and plain generation's answers in float32."""
     if model is None:
         loaded, tokenizer = load_model(str(demo.model_folder()), "float32")
-        rows = read_prompts(demo.PROMPTS)
+        texts = [row.text for row in read_prompts(demo.PROMPTS)]
     else:
         loaded, tokenizer = load_model(model, "float32")
-        rows = spread(read_prompts(BUNDLED), NUM_PROMPTS)
+        texts = [row.text for row in spread(read_prompts(BUNDLED), NUM_PROMPTS)]
+        if tokenizer.chat_template is not None:
+            texts = [as_chat(tokenizer, text) for text in texts]
     found = []
-    for number, row in enumerate(rows):
+    for number, text in enumerate(texts):
         size = max(num_tokens - 8 * (number % 4), 1)
-        inputs = tokenizer(row.text, return_tensors="pt").to(loaded.device)
+        inputs = tokenizer(text, return_tensors="pt").to(loaded.device)
         out = loaded.generate(**inputs, do_sample=False, max_new_tokens=size)
         new = out[0, inputs.input_ids.shape[1] :]
-        found.append(Question(row.text, size, tokenizer.decode(new, skip_special_tokens=True)))
+        found.append(Question(text, size, tokenizer.decode(new, skip_special_tokens=True)))
     return found
 
 

@@ -73,8 +73,8 @@ class Request:
         """Add to the usage of an answer, of whichever of OpenAI's forms."""
         usage: Any = answer.get("usage") or (answer.get("response") or {}).get("usage")
         for name, more in self.usage.items() if isinstance(usage, dict) else ():
-            if name == DETAILS and "output_tokens" in usage:
-                name = "output_tokens_details"
+            if "output_tokens" in usage:  # a response
+                name = IN_RESPONSES.get(name, name)
             usage[name] = {**(usage.get(name) or {}), **more}
 
     async def told(self, parts: Any) -> AsyncIterator[Any]:
@@ -98,8 +98,13 @@ class Request:
         return f"{name}{separator}{json.dumps(answer, ensure_ascii=False, separators=(',', ':'))}"
 
 
-#: Name of the details of a usage; what a part of a stream with a usage has, which no text can.
-DETAILS, _USAGE = "completion_tokens_details", '"usage":{'
+#: Names of the details of a usage in chats and texts, and in responses.
+IN_RESPONSES = {
+    "prompt_tokens_details": "input_tokens_details",
+    "completion_tokens_details": "output_tokens_details",
+}
+#: What a part of a stream with a usage has, which no text can.
+_USAGE = '"usage":{'
 #: The request of a task of the server, and that whose ``generate`` runs in a thread.
 _asked: ContextVar[Request | None] = ContextVar("asked", default=None)
 _running = threading.local()

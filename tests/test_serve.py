@@ -283,6 +283,7 @@ def test_the_usage_of_an_answer_says_what_was_accepted(chats, stream):
     usage = answer.response.usage if stream else answer.usage
     assert usage.output_tokens_details.reasoning_tokens == 0 and usage.speculation["tau"] >= 1
     assert usage.output_tokens_details.accepted_prediction_tokens >= 0
+    assert usage.input_tokens_details.cached_tokens >= 0  # its tokenizer makes few of them
 
 
 @pytest.mark.environment
@@ -473,6 +474,7 @@ def test_a_request_names_no_file(monkeypatch, checkpoint, tmp_path):
 
 STATS = SpecStats("medusa", num_row_steps=4, num_generated_tokens=9, num_drafted_tokens=12)
 STATS.accepted.update({1: 3, 2: 2})
+STATS.details["shared"] = {"rows": 2.0, "reused": 17}
 
 
 @needs_packages
@@ -490,9 +492,16 @@ def test_a_usage_has_what_was_accepted_in_each_form_of_answers():
     response = {"response": {"usage": {"output_tokens": 9, "output_tokens_details": {"r": 0}}}}
     for answer in (chat, response, {"x": 1}, {"usage": None}):
         request.add_to(answer)
-    whole = {"completion_tokens": 9, "completion_tokens_details": more, "speculation": said}
+    cached = {"cached_tokens": 17}
+    whole = {
+        "completion_tokens": 9, "completion_tokens_details": more, "speculation": said,
+        "prompt_tokens_details": cached,
+    }  # fmt: skip
     assert chat == {"usage": whole}
-    details = {"output_tokens": 9, "output_tokens_details": {"r": 0, **more}, "speculation": said}
+    details = {
+        "output_tokens": 9, "output_tokens_details": {"r": 0, **more}, "speculation": said,
+        "input_tokens_details": cached,
+    }  # fmt: skip
     assert response == {"response": {"usage": details}}
 
     text = r'data: {"text":"\"usage\":{ é"}' + "\n\n"
@@ -545,6 +554,7 @@ def test_metrics_are_counts_in_the_text_format_of_prometheus(monkeypatch, checkp
     assert lines == [
         'hf_spec_rows{model="a \\"name\\""} 3',
         'hf_spec_cached_tokens{model="a \\"name\\""} 120',
+        'hf_spec_prefix_tokens{model="a \\"name\\""} 0',
         f"hf_spec_requests_total{of_all} 2",
         f"hf_spec_request_seconds_total{of_all} 1",
         f"hf_spec_tokens_total{of_all} 45",

@@ -134,6 +134,8 @@ class SpecStats:
             lines.append(f"steps shared by sequences: {shared['rows']:.1f} rows in a step")
         elif "alone" in shared:
             lines.append(f"no step was shared: {shared['alone']}")
+        if "reused" in shared:
+            lines.append(f"{shared['reused']} tokens of the prompt were those of earlier calls")
         shares = self.acceptance_per_position[:SHOWN]
         if shares:
             bars = " ".join(f"{bar(share)} {share:.0%}" for share in shares)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from hf_spec.cache.tree_cache import TreeCache, unpack_into
+from hf_spec.decoding.prefixes import Prefixes
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.draft.state import DecodeState
 from hf_spec.modeling_patches.attention_masks import local_attention
@@ -45,8 +46,11 @@ class CacheOwner:
         start: lengths of the rows after the prompt; None while it runs.
         filled: the caller's own ``DynamicCache`` of a single row, if there is one, to which states
             are returned.
-        wanted: whether the cache is returned, so that finished rows must stay in it.
+        wanted: whether the cache is returned or kept, so that finished rows must stay in it.
         callers: whether it is the caller's own.
+        prefixes: states that the prompt may begin with, where those of the call are kept, too, if
+            the prompt allows it; None if there are none.
+        reused: tokens of the prompt whose states were among these.
     """
 
     def __init__(self, given: Any, sequences: Sequences, returned: bool):
@@ -59,8 +63,20 @@ class CacheOwner:
         fills = isinstance(given, DynamicCache) and getattr(given, "_is_user_defined", False)
         self.filled: DynamicCache | None = given if fills else None
         self.callers = fills or isinstance(given, TreeCache)
-        self.wanted = returned or self.callers
-        self._done = False
+        self.wanted = self._returned = returned or self.callers
+        self.prefixes: Prefixes | None = None
+        self.reused = 0
+        self._done = self._keeps = False
+
+    def begin_with_kept(self) -> bool:
+        """Begin with kept states, if a prompt of one sequence begins with their tokens, and have
+        those of the call kept; returns whether there were any."""
+        assert self.prefixes is not None
+        self.wanted = self._keeps = True
+        kept = self.prefixes.longest(self.sequences.now.tokens[0])
+        if kept is not None:
+            self.given = kept
+        return kept is not None
 
     def begin(self) -> None:
         """Note that the call's cache holds the prompt, to which it may be cut later."""
@@ -77,14 +93,21 @@ class CacheOwner:
         if self.cache is not None and self.wanted and not self._done:
             self._give_back(self.cache)
             self._done = True
+            if self._keeps and self.prefixes is not None:
+                self.prefixes.keep(self.cache.copied([0]))
         return self.cache if self.filled is None else self.filled
+
+    def after_shortage(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """At the end of a call: where memory did not suffice, keep nothing for later prompts."""
+        if kind is not None and issubclass(kind, torch.OutOfMemoryError) and self.prefixes:
+            self.prefixes.clear()
 
     def release(self) -> list[Tensor]:
         """The buffers of the call's cache, once the call is over, for later calls: graphs are for
         places in memory. A cache that is returned goes on in others."""
         if self.cache is None:
             return []
-        returned = isinstance(self.given, TreeCache) or (self.wanted and self.filled is None)
+        returned = self._returned and self.filled is None
         states = self.cache.states
         return states.rehouse(None) if returned else states.release()
 
@@ -148,6 +171,8 @@ def new_tokens(
         return [list(row) for row in rows]
     _keep_what_fits(cache, rows, model)
     owner.cache, owner.history = cache, [[] for _ in rows]
+    if owner.prefixes is not None:
+        owner.reused = cache.max_length
     return [row[length:] for row, length in zip(rows, cache.host_lengths)]
 
 

@@ -169,7 +169,9 @@ def decode(
     with ExitStack() as stack:
         stack.callback(owner.give_back)  # also after an error or interrupt
         stack.push(strategy.after_shortage)
+        stack.push(owner.after_shortage)
         with way.prompt(stack, sequences) as parts:
+            way.begin(owner, strategy)
             steps = _after_prompt(
                 strategy, config, input_ids, model_kwargs, scorer, owner, watch, parts=parts
             )
@@ -237,6 +239,11 @@ class _Way:
         stack.enter_context(self.sharing.admitted(rows, sequences.max_length))
         return self.sharing.prompt(rows, sequences.width)
 
+    def begin(self, owner: CacheOwner, strategy: Strategy) -> None:
+        """In that block: let the prompt begin with states of calls that have ended."""
+        if self.sharing is not None and not owner.callers:
+            owner.prefixes = self.sharing.prefixes(strategy.runs)
+
     def steps(self, stack: ExitStack, steps: Steps, synced: bool) -> Callable[[], None]:
         """What takes the steps after the prompt, whose block this belongs to."""
         nested = _nested(steps)
@@ -260,6 +267,8 @@ class _Way:
             steps.finish()
         if self.alone is not None:
             steps.state.stats.details["shared"] = {"alone": self.alone}
+        if steps.owner.reused:
+            steps.state.stats.details.setdefault("shared", {})["reused"] = steps.owner.reused
 
 
 def _decode_in_turns(

@@ -302,6 +302,8 @@ class Prompt:
         self.real = None if mask is None else mask.bool()
         columns = self.budget + (sequences.width if mask is None else mask.shape[1])
         self.continues = isinstance(self.owner.given, TreeCache)
+        if not self.continues and self._can_be_kept:
+            self.continues = self.owner.begin_with_kept()
         self.gaps = check_gaps(self.model, self.real, self.continues, columns)
         self._begun = False
 
@@ -335,7 +337,7 @@ class Prompt:
         check_positions(given.get("position_ids"), self.mask, counts, ends)
         if target.rope is not None:
             target.rope.move(max(lengths))
-        return append(target, rows)
+        return append(target, rows, *self.parts)
 
     def run_by_transformers(self) -> Prefilled:
         """Run the prompt as plain generation does, and take over its cache."""
@@ -380,6 +382,21 @@ class Prompt:
             tokens_alone and not self.later.per_token and given.get("inputs_embeds") is None
             and counted and all(rule.goes_on for rule in rules)
         )  # fmt: skip
+
+    @property
+    def _can_be_kept(self) -> bool:
+        """Whether the states of its tokens, in a cache, are all that a prompt that begins with them
+        needs."""
+        owner, (rows, width) = self.owner, self.input_ids.shape
+        if owner.prefixes is None or rows > 1 or len(owner.sequences.now.tokens[0]) < width:
+            return False
+        if self.reads.tokens == "committed" or not self._can_be_divided:
+            return False  # the drafter wants the states of all tokens
+        positions = self.first.positions
+        counted = positions is None or bool(
+            (positions == torch.arange(width, device=positions.device)).all()
+        )
+        return counted and not recurrent_rules(self.model)
 
     def _between(self, args: Any, kwargs: Any) -> None:
         """Before a forward of the prompt."""

@@ -19,6 +19,7 @@ from transformers import GenerationMixin
 from hf_spec.core.checks import check_count
 from hf_spec.core.memory import locked, memory
 from hf_spec.decoding.prefill import Parts
+from hf_spec.decoding.prefixes import Prefixes, prefixes_of
 from hf_spec.decoding.shared import Call, SharedSteps, kind_of
 from hf_spec.decoding.step import Steps
 from hf_spec.modeling_patches.dynamic_rope import rope_ends
@@ -254,14 +255,18 @@ class StepSharing:
         max_rows: most sequences at once.
         max_cached_tokens: most tokens that there is room for in their caches; None: no limit.
         prompt_part: most tokens of prompts that run between two steps.
+        max_prefix_tokens: most tokens whose states are kept for later prompts.
     """
 
     def __init__(
-        self, model: nn.Module, max_rows: int, max_cached_tokens: int | None, prompt_part: int
-    ):
+        self, model: nn.Module, max_rows: int, max_cached_tokens: int | None, prompt_part: int,
+        max_prefix_tokens: int,
+    ):  # fmt: skip
         self._model = ref(model)  # which keeps this
         self.max_rows, self.max_cached_tokens = max_rows, max_cached_tokens
-        self.prompt_part = prompt_part
+        self.prompt_part, self.max_prefix_tokens = prompt_part, max_prefix_tokens
+        self._by_weights: dict[Any, Any] = {}
+        self._prefixes: Prefixes | None = None
         self.turns, self._process = Turns(prompt_part), os.getpid()
         #: Taken itself, as an interrupt within a condition's ``__enter__`` would leave it locked.
         self._lock = threading.RLock()
@@ -280,7 +285,7 @@ class StepSharing:
         if found is not None and found._process != os.getpid():
             # The calls of the process that this one was forked from go on there.
             limits = found.max_rows, found.max_cached_tokens, found.prompt_part
-            found = memory(model)[_KEY] = cls(model, *limits)
+            found = memory(model)[_KEY] = cls(model, *limits, found.max_prefix_tokens)
         return None if found is not None and found._is_within else found
 
     @property
@@ -298,6 +303,11 @@ class StepSharing:
         """Tokens that there is room for in their caches: as many for each sequence as the longest
         may have."""
         return self.rows * max((room.length for room in self._inside.values()), default=0)
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens of ended calls whose states are kept for prompts that begin with them."""
+        return 0 if self._prefixes is None else self._prefixes.num_tokens
 
     def stop(self) -> None:
         """Calls that begin from now on do not share their steps."""
@@ -359,6 +369,18 @@ class StepSharing:
             finally:
                 end_team()  # from here on another thread computes
             self._prompted.add(turn.thread)
+
+    def prefixes(self, runs: Hashable) -> Prefixes | None:
+        """States that a prompt may begin with, to be asked in its turn; None if none are kept.
+
+        Args:
+            runs: how the model runs, see :class:`Fingerprint`.
+        """
+        model = self._model()
+        if model is None or not self.max_prefix_tokens:
+            return None
+        self._prefixes = prefixes_of(self._by_weights, model, runs, self.max_prefix_tokens)
+        return self._prefixes
 
     @contextmanager
     def joined(self, steps: Steps) -> Iterator[Callable[[], None]]:
@@ -423,7 +445,7 @@ def takes_turns(model: nn.Module) -> str | None:
 
 def share_steps(
     model: nn.Module, max_rows: int = 32, max_cached_tokens: int | None = None,
-    prompt_part: int = 256,
+    prompt_part: int = 256, max_prefix_tokens: int = 8192,
 ) -> StepSharing:  # fmt: skip
     """From now on, calls of ``model.generate`` with a strategy share their steps, whichever threads
     they are in: a call runs its prompt, then joins those that run, and leaves as it ends.
@@ -442,6 +464,9 @@ def share_steps(
         prompt_part: most tokens of prompts that run between two steps: longer prompts run in parts.
             Fewer of them shorten the pauses of other calls' answers, and more of them the time to
             the first token. Where no other call takes steps, a prompt runs as a whole.
+        max_prefix_tokens: most tokens of ended calls whose keys and values are kept, on the model's
+            device, for prompts that begin with them, as the next turn of a chat does; 0 for none.
+            They are as large as those of the cache, and last as long as the weights are the same.
 
     Returns:
         What ends the sharing: by ``stop()``, or at the end of a ``with`` block.
@@ -458,7 +483,9 @@ def share_steps(
     if max_cached_tokens is not None:
         check_count("max_cached_tokens", max_cached_tokens, 1)
     check_count("prompt_part", prompt_part, 1)
-    sharing = StepSharing(inner, max_rows, max_cached_tokens, prompt_part)
+    check_count("max_prefix_tokens", max_prefix_tokens, 0)
+    limits = max_rows, max_cached_tokens, prompt_part, max_prefix_tokens
+    sharing = StepSharing(inner, *limits)
     if memory(inner).setdefault(_KEY, sharing) is not sharing:
         raise ValueError(
             f"calls of this {type(inner).__name__} already share their steps: stop() what "

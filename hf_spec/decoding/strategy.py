@@ -29,7 +29,7 @@ from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.learned import Learned
 from hf_spec.draft.options import AUTO, DraftOptions, key_of, samples_drafts
 from hf_spec.methods.registry import Method, get_method, recycler
-from hf_spec.modeling_patches.fingerprint import ALIKE, Fingerprint, fingerprint
+from hf_spec.modeling_patches.fingerprint import ALIKE, Fingerprint, State, fingerprint
 from hf_spec.modeling_patches.modules import CACHE, decoder_of, only_logits
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.modeling_patches.support import VERIFIED, empty_cache
@@ -353,6 +353,7 @@ class Strategy:
         rows_stay: whether each forward must have all rows of the batch in their order, as hooks may
             count on it.
         alone: whether steps are of one token, as code of the user's may tell tokens apart.
+        runs: how the model runs, see :class:`Fingerprint`.
     """
 
     model: Any
@@ -368,6 +369,7 @@ class Strategy:
     packed: Changes | None
     rows_stay: bool
     alone: bool
+    runs: State
 
     @classmethod
     def of(
@@ -414,7 +416,7 @@ class Strategy:
             graphs, recording = graphs_for(model, config, drafter, kind, call)
         return cls(
             model, method, options, drafter, timed, lookup, samples, kind, graphs, recording,
-            packed if copies else None, running.rows_stay, alone,
+            packed if copies else None, running.rows_stay, alone, running.state,
         )  # fmt: skip
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

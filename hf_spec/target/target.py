@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -632,18 +632,27 @@ class Prefilled:
         return StepResult(path, counts, tokens, probes, counts - 1, result.bonus, host)
 
 
-def append(target: Target, rows: list[list[int]]) -> Prefilled:
+def append(
+    target: Target, rows: list[list[int]], most: int | None = None,
+    between: Callable[[], None] = lambda: None,
+) -> Prefilled:  # fmt: skip
     """Forward and keep new tokens after each row; their number may differ between rows.
+
+    Args:
+        most: tokens of each row that run at once.
+        between: called between two forwards.
 
     Returns:
         The outputs at the last tokens of the rows that have new tokens.
     """
     cache, device, reads = target.cache, target.cache.lengths.device, target.reads
-    at_once = CHUNK if cache.recurrent is None else RECURRENT_CHUNK
+    at_once = min(CHUNK if cache.recurrent is None else RECURRENT_CHUNK, most or CHUNK)
     logits: dict[int, Tensor] = {}
     hidden: dict[int, Tensor] = {}
     chunks: list[Tensor] = []
     for start in range(0, max(map(len, rows)), at_once):
+        if start:
+            between()
         parts = [row[start : start + at_once] for row in rows]
         tokens = to_device(filled(parts), device)
         last = to_device([max(len(part) - 1, 0) for part in parts], device)

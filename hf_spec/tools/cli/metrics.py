@@ -69,6 +69,8 @@ class Metrics:
              (({"model": name}, one.rows) for name, one in sharing)),
             ("cached_tokens", "gauge", "Tokens that there is room for in their caches.",
              (({"model": name}, one.cached_tokens) for name, one in sharing)),
+            ("prefix_tokens", "gauge", "Tokens whose states are kept for prompts.",
+             (({"model": name}, one.prefix_tokens) for name, one in sharing)),
             ("requests_total", "counter", "Answered requests.",
              ((kind._asdict(), count) for kind, count in self._requests.items())),
             ("request_seconds_total", "counter", "Time that they ran, in seconds.",

@@ -130,6 +130,14 @@ def serve(
         int | None,
         Option(min=1, help="Most tokens of prompts that run between two steps.  [default: 256]"),
     ] = None,
+    max_prefix_tokens: Annotated[
+        int | None,
+        Option(
+            min=0,
+            help="Most tokens of ended requests whose keys and values are kept for prompts that "
+            "begin with them; 0 for none.  [default: 8192]",
+        ),
+    ] = None,
 ) -> None:
     """Run 'transformers serve' with adapters and a strategy.
 
@@ -171,6 +179,7 @@ def serve(
         limit_arenas()
     limits = {
         "max_rows": max_rows, "max_cached_tokens": max_cached_tokens, "prompt_part": prompt_part,
+        "max_prefix_tokens": max_prefix_tokens,
     }  # fmt: skip
     continuous = "--continuous-batching" in context.args
     _prepare_models(
@@ -347,9 +356,11 @@ def _check_request(model: Any, tokenizer: Any, inputs: Any, config: Any) -> None
 
 
 def _usage(stats: Any) -> dict[str, dict[str, Any]]:
-    """What the usage of an answer says of a request: accepted tokens as OpenAI names them."""
-    accepted = sum(stats.accepted.values())
+    """What the usage of an answer says of a request: accepted tokens, and those of the prompt that
+    did not run, as OpenAI names them."""
+    accepted, shared = sum(stats.accepted.values()), stats.details.get("shared", {})
     return {
+        "prompt_tokens_details": {"cached_tokens": shared.get("reused", 0)},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": stats.num_drafted_tokens - accepted,
