@@ -717,16 +717,18 @@ class AttentionStates:
 
     def packed(self, length: int, rows: Sequence[int] | None = None) -> dict[str, Any]:
         """What pickles hold: the slots in use of each buffer, not the layers' views, which would
-        come back as tensors of their own. ``rows``: which ones; None for all."""
-        used = self.front + length  # slices of rings end where these do
+        come back as tensors of their own. ``rows``: which ones, without the front slots; None for
+        all, with these."""
+        front = self.front if rows is None else 0
+        used = slice(self.front - front, self.front + length)  # those of rings end where these do
         index = [*range(self.batch_size)] if rows is None else [*rows]
         buffers = [
-            (storage[:, :, :, :used].index_select(1, to_device(index, storage.device)), [*members])
+            (storage[:, :, :, used].index_select(1, to_device(index, storage.device)), [*members])
             for storage, members in self._groups
         ]
         return {
             "_groups": buffers, "capacity": length if buffers else self.capacity,
-            "front": self.front, "room": self.room, "windows": self.windows,
+            "front": front, "room": self.room, "windows": self.windows,
         }  # fmt: skip
 
     def unpack(self, packed: dict[str, Any]) -> None:

@@ -2,23 +2,28 @@
 
 import random
 from collections.abc import Iterator
+from itertools import permutations
 from typing import Any
 
 import multimodal
 import pytest
 import torch
+from adapter_oracle import lent
 from conftest import VOCAB, Tiny, check_same, prompt, shared
 from peft import LoraConfig
 from recurrent_models import shared_recurrent
 from running import drafting
-from test_method_contract import FIRST, adapted, strategy
+from test_method_contract import FIRST, RUNS, adapted, strategy
+from test_sharing import at_once, outcomes
 from transformers import DynamicCache
 
 import hf_spec
 from hf_spec import StepSharing, last_stats, share_steps
 from hf_spec.cache.tree_cache import TreeCache, take_over
+from hf_spec.decoding.cache_reuse import CacheOwner
 from hf_spec.decoding.prefixes import LEAST, Prefixes
 from hf_spec.decoding.shared import SharedSteps
+from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches.modules import CACHE
 
 LOOKUP = drafting("prompt_lookup")
@@ -221,3 +226,29 @@ def test_a_limit(model: Any, most: int) -> None:
 def test_a_wrong_limit(model: Any) -> None:
     with pytest.raises(ValueError, match="max_prefix_tokens"):
         hf_spec.share_steps(model, max_prefix_tokens=-1)
+
+
+@pytest.mark.parametrize(("name", "variant"), [("bita", "deep"), ("ppd", "prefix")])
+def test_strategies_go_on_with_each_others(
+    tiny: Tiny, name: str, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside rows that have, or have not, learned keys and values in front."""
+    model, fields = tiny("llama"), RUNS[name].configs[variant]
+    config = methods()[name].adapter_config(**fields)
+    with lent(model, config, random=True), share_steps(model) as sharing:
+        found: list[bool] = []
+        begin = CacheOwner.begin_with_kept
+        monkeypatch.setattr(
+            CacheOwner, "begin_with_kept", lambda self: found.append(begin(self)) or found[-1]
+        )
+        specs = [drafting(name), LOOKUP]
+        for seed, (spec, other) in enumerate(permutations(specs)):
+            check_same(model, spec, ids := prompt(WIDTH, seed=seed + 20))
+            made: list[dict[str, Any]] = [
+                {"inputs": one, "do_sample": False, "max_new_tokens": 16}
+                for one in (next_turn(ids), prompt(WIDTH, seed=seed + 40), next_turn(ids))
+            ]
+            wanted = [model.generate(**one).tolist() for one in made]
+            with at_once(sharing, model, [{**one, **other} for one in made]) as calls:
+                assert outcomes(calls) == wanted
+            assert found[-3:] == [True, False, True]
