@@ -2,8 +2,9 @@
 
 ``python benchmarks/recycling.py TABLE ... --model M --prompts P.jsonl``; without TABLE it lists the
 tables. Every step drafts. Lines share nothing learned; within a line, prompts come in order. Tau,
-which counts the prompt's forward, does not depend on how busy the machine is. What ``--output`` (a
-JSON file) has already is not measured again, so a command that was interrupted goes on.
+which counts the prompt's forward, does not depend on how busy the machine is; samples in turn have
+a column each behind the mean. What ``--output`` (a JSON file) has already is not measured again, so
+a command that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def _drafts(nodes: int, **options: Any) -> dict[str, Any]:
 #: The longest known context counts.
 LONGEST = (1e-8, 1e-4, 1.0)
 LOOKUPS = Line("lookups alone", {}, "prompt_lookup")
+#: A table of each call, and one for all calls.
+CALLS: tuple[tuple[str, dict[str, Any]], ...] = (("cold", {"keep_table": False}), ("kept", {}))
 #: By how much weights change between epochs, as by a step of Adam.
 CHANGE = 1e-6
 TABLES = {
@@ -74,7 +77,11 @@ TABLES = {
     "nodes": tuple(
         Line(f"{nodes} nodes, {name}", _drafts(nodes, lookup=True, **options))
         for nodes in (7, 15, 31, 63)
-        for name, options in (("cold", {"keep_table": False}), ("kept", {}))
+        for name, options in CALLS
+    ),
+    "fewer": tuple(
+        Line(f"31 nodes, k = 4, {name}", _drafts(31, lookup=True, **options), successors=4)
+        for name, options in CALLS
     ),
     "samples": (
         LOOKUPS._replace(name="lookups alone, 4 in turn", in_turn=4),
@@ -82,6 +89,8 @@ TABLES = {
         Line("longest, 4 in turn, likeliest drafted", _drafts(15), weights=LONGEST,
              in_turn=4, stochastic=False),
         Line("longest, 4 in turn (STAND)", _drafts(15), weights=LONGEST, in_turn=4),
+        Line("all averaged, 4 in turn, likeliest drafted", _drafts(15), in_turn=4,
+             stochastic=False),
         *(Line(f"all averaged, {n} in turn", _drafts(15), in_turn=n) for n in (1, 4, 8)),
     ),
     "tables": (
@@ -124,8 +133,8 @@ def changed(line: Line) -> Iterator[None]:
         yield
 
 
-def tau(model: Any, prompts: Sequence[Sequence[int]], line: Line, args: Any) -> float:
-    """Mean tokens per step of each sequence, over all prompts."""
+def tau(model: Any, prompts: Sequence[Sequence[int]], line: Line, args: Any) -> list[float]:
+    """Mean tokens per step of each sequence, over all prompts; behind it those of each turn."""
     sampling: dict[str, Any] = {"do_sample": False}
     if args.temperature:
         sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0}
@@ -135,8 +144,8 @@ def tau(model: Any, prompts: Sequence[Sequence[int]], line: Line, args: Any) -> 
     if line.history:
         options["history"] = hf_spec.RolloutHistory()
 
-    def epoch() -> float:
-        total = SpecStats()
+    def epoch() -> list[float]:
+        total, turns = SpecStats(), [SpecStats() for _ in range(line.in_turn or 0)]
         for prompt, turn in product(prompts, range(line.in_turn or 1)):
             table = learned_table(model)
             if line.in_turn and turn == 0 and table is not None:
@@ -148,7 +157,9 @@ def tau(model: Any, prompts: Sequence[Sequence[int]], line: Line, args: Any) -> 
             )  # fmt: skip
             stats: Any = hf_spec.last_stats(model)
             total.merge(stats)
-        return total.tau
+            if turns:
+                turns[turn].merge(stats)
+        return [one.tau for one in (total, *turns)]
 
     forget(model)
     torch.manual_seed(0)
@@ -197,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if line.name not in found:
             found[line.name] = tau(model, prompts, line, args)
             write_json(args.output, found)
-        print(f"| {line.name} | {found[line.name]:.2f} |", flush=True)
+        print(f"| {line.name} |", *(f"{one:.2f} |" for one in found[line.name]), flush=True)
 
 
 if __name__ == "__main__":

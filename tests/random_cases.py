@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import multimodal
 import torch
-from adapter_oracle import lent
+from adapter_oracle import as_in_papers, lent
 from conftest import ARCHITECTURES, EAGER_ONLY, EOS, VOCAB, padded, prompt, ragged, shared
-from method_variants import VARIANTS
+from method_variants import VARIANTS, WIDE
 from processors import Column, Matcher, Sooner, Streamed
 from random_mtp import read_or_random
 from recurrent_models import CONFIGS, shared_recurrent
@@ -259,12 +259,9 @@ def run(case: Case, dtype: torch.dtype = torch.float32) -> Outcome:
         return Outcome("invalid", f"{type(error).__name__}: {error}")
     try:
         with ExitStack() as stack:
-            method, run = methods()[case.name], VARIANTS[case.name]
-            if method.needs_adapter:
-                fields = dict(run.adapters.get(case.variant) or {})
-                if case.name == "bita" and case.kind != "attention":
-                    fields["prompt_depth"] = "none"  # not every layer has keys and values
-                config = method.adapter_config(**fields)
+            if methods()[case.name].needs_adapter:
+                config = adapter_of(case.kind, case.name, case.variant)
+                fields = VARIANTS[case.name].adapters.get(case.variant)
                 stack.enter_context(lent(model, config, random=bool(fields)))
             found, drafted, accepted = _strategy(case, model, turns)
     except ValueError as error:
@@ -284,6 +281,17 @@ def run(case: Case, dtype: torch.dtype = torch.float32) -> Outcome:
         result = max(kinds, key=("tie", "rounding", "different").index)
         return Outcome(result, note, tokens, drafted, accepted, len(wrong))
     return Outcome("exact", "", tokens, drafted, accepted)
+
+
+def adapter_of(kind: str, name: str, variant: str) -> Any:
+    """The config of the adapter with which a method runs a variant on a kind of models."""
+    config: Any = methods()[name].adapter_config
+    fields = dict(VARIANTS[name].adapters.get(variant) or {})
+    if RUNS[name, variant] == WIDE:  # predicts each token of the tree
+        fields |= as_in_papers(config)
+    if name == "bita" and kind != "attention":
+        fields["prompt_depth"] = "none"  # not every layer has keys and values
+    return config(**fields)
 
 
 class Turn(NamedTuple):

@@ -36,7 +36,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from method_variants import VARIANTS
 from peft import LoraConfig
 from processors import Criterion, Fails, Failure, Processor
 from random_cases import (
@@ -46,6 +45,7 @@ from random_cases import (
     RUNS,
     WARPERS,
     Case,
+    adapter_of,
     dynamic,
     matching,
     model_of,
@@ -304,7 +304,14 @@ class RandomSequence(RuleBasedStateMachine):
         if self.kind == "images":
             return torch.empty(0)
         self._activate(None)
-        return self.model(**ragged((5, 3), 0), use_cache=False).logits.detach()
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        # An adapter freezes the others. PyTorch multiplies by a tensor that may have gradients in
+        # another order, with other rounding.
+        self.model.requires_grad_(False)
+        logits: Tensor = self.model(**ragged((5, 3), 0), use_cache=False).logits
+        for one in trained:
+            one.requires_grad_(True)
+        return logits
 
     def _change_lora(self, number: int) -> None:
         if not self.lora:
@@ -416,24 +423,18 @@ class RandomSequence(RuleBasedStateMachine):
             self.model.disable_adapters()
         return spec
 
-    def _adapter(self, name: str, variant: str) -> Any:
-        fields = dict(VARIANTS[name].adapters.get(variant) or {})
-        if name == "bita" and self.kind != "attention":
-            fields["prompt_depth"] = "none"
-        return methods()[name].adapter_config(**fields)
-
     def _saved(self, name: str, variant: str) -> str:
         """A folder of such an adapter."""
         attention = "eager" if self.name in EAGER_ONLY else "sdpa"
         case = Case(0, 0, self.kind, self.name, attention, "", "", "", [], {})
         folder = Path(self.folder.name) / f"{name} {variant}"
         if not folder.exists():
-            saved(copy.deepcopy(model_of(case)), self._adapter(name, variant), folder)
+            saved(copy.deepcopy(model_of(case)), adapter_of(self.kind, name, variant), folder)
         return str(folder)
 
     def _attached(self, name: str, variant: str) -> str:
         if (name, variant) not in self.adapters:
-            config, own = self._adapter(name, variant), f"own{self.added}"
+            config, own = adapter_of(self.kind, name, variant), f"own{self.added}"
             self.added += 1
             torch.manual_seed(0)
             self.model.add_adapter(config, own)

@@ -6,7 +6,8 @@ import os
 import pytest
 import random_sequences
 from covering import EVERY_CASE
-from random_cases import AROUND, CRITERIA, FORMS, MODELS, RUNS, draw, run
+from method_variants import VARIANTS
+from random_cases import AROUND, CRITERIA, FORMS, MODELS, RUNS, draw, pairs, run
 
 pytestmark = pytest.mark.usefixtures("recorded")
 
@@ -24,6 +25,12 @@ def test_a_strategy_gives_the_tokens_of_plain_generation(number: int) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_so_does_each_call_of_a_sequence(kind: str) -> None:
     assert random_sequences.play(SEQUENCES, kind=kind)["exact"]
+
+
+@pytest.mark.parametrize("name", [name for name, one in VARIANTS.items() if one.hitting])
+def test_variants_whose_drafts_are_accepted_have_some(name: str) -> None:
+    outcome = run(next(pairs())._replace(name=name, variant=VARIANTS[name].hitting))
+    assert outcome.result == "exact" and outcome.accepted, outcome.note
 
 
 def test_everything_is_drawn() -> None:

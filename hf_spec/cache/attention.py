@@ -172,10 +172,12 @@ class AttentionLayer(CacheLayerMixin):
 
     def _read(self, name: str) -> Tensor | None:
         """The states of the tokens that the cache holds: a view, or a copy where they come round in
-        a ring; None if there are none.
+        a ring; None if there are none. In an open block those of the longest row, as a model may
+        ask for their size: what follows a shorter row's own is arbitrary.
 
         Raises:
-            ValueError: rows have different lengths, which one tensor cannot show.
+            ValueError: rows have different lengths, which one tensor cannot show, and no block is
+                open.
         """
         if name not in self.views:
             return None
@@ -226,8 +228,7 @@ class AttentionLayer(CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.cache.block is None:
-            self.cache.uniform_length()
+        self.cache.uniform_length()
         first = 0 if self.window is None else max(self.get_seq_length() - self.window + 1, 0)
         return self.get_seq_length() + query_length - first, first
 

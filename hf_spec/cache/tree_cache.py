@@ -109,8 +109,8 @@ class TreeCache(StatefulCache):
 
     def uniform_length(self) -> int:
         """The length that all rows share; ValueError if they differ, which ordinary (unmasked) use
-        of a cache cannot express."""
-        if not self.is_uniform:
+        of a cache cannot express. In an open block, whose masks can, that of the longest row."""
+        if self.block is None and not self.is_uniform:
             raise ValueError(
                 f"TreeCache holds rows of different lengths {self.host_lengths}: outside "
                 "speculative decoding a cache has one length. Pass it to "

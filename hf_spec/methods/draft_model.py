@@ -397,9 +397,9 @@ class DraftModelPredictor(AssistantPredictor):
         return logits[..., : self.shared]
 
     def _own(self, tokens: Tensor) -> Tensor:
-        """Drafted tokens in the assistant's."""
+        """Drafted tokens, of which recycled ones may be any of the model's, as :meth:`_known`."""
         if self.translation is None:
-            return tokens
+            return tokens if self.token_ids is None else tokens.clamp(max=self.shared - 1)
         by_token = self.translation.by_token
         return by_token[tokens.to(by_token.device)]
 

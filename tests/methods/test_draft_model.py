@@ -94,13 +94,17 @@ def test_continued(tiny: Tiny, way: dict[str, Any]) -> None:
     check_continued(tiny("llama_tied"), spec, **GREEDY)
 
 
+@pytest.mark.parametrize("recycle", [False, True])
 @pytest.mark.parametrize("size", [40, 64])
-def test_vocabularies_of_other_padded_sizes(tiny: Tiny, fresh: Tiny, size: int) -> None:
-    """Tokens that only one of the models has are not drafted, and may yet be emitted."""
+def test_vocabularies_of_other_padded_sizes(
+    tiny: Tiny, fresh: Tiny, size: int, recycle: bool
+) -> None:
+    """Tokens that only one of the models has are drafted only where they are recycled, and may yet
+    be emitted."""
     model, assistant = tiny("llama_tied"), fresh("llama")
     assistant.resize_token_embeddings(size)
     for given in GIVEN.values():
-        out = check_same(model, drafts(assistant), **given, **GREEDY)
+        out = check_same(model, drafts(assistant, recycle=recycle), **given, **GREEDY)
         assert size > 61 or out.max() >= size
         assert hf_spec.last_stats(model).num_drafted_tokens > 0
 
