@@ -35,6 +35,7 @@ ALWAYS = [
     ("moss_transcribe_diarize", "layer_skip"), ("whisper", "bita"), ("qwen3_5_text", "propd"),
     ("zaya", "layer_skip"), ("gemma4_text", "eagle3"), ("hy_v4", "eagle3"),
     ("rembert", "eagle3"), ("longcat_flash", "dflash"), ("mllama", "prompt_lookup"),
+    ("doge", "token_recycling"),
 ]  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "layer_skip": {"skip_attention": [1], "skip_mlp": [2], "num_draft_tokens": 3},

@@ -58,6 +58,12 @@ class Ragged(NamedTuple):
         places = np.where(real, real.cumsum().reshape(real.shape) - 1, 0)
         return cls(*all_to_device([np.flatnonzero(real), places], device))
 
+    @property
+    def differs(self) -> bool:
+        """Whether no tensor of these tokens can be taken for one of the padded batch, or be spread
+        over it."""
+        return 1 < len(self.real) != self.places.shape[1]
+
     def unpad(self, padded: Tensor) -> Tensor:
         """``(batch, length, ...)`` as ``(1, tokens, ...)``."""
         return padded.flatten(0, 1).index_select(0, self.real.to(padded.device))[None]

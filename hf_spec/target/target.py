@@ -357,8 +357,10 @@ class Target(FollowsRows):
         front = self.num_front if tree.num_probes else 0
         whole = first == 0 and changes is None and pruning is None and logits_at is None
         ragged = tree.ragged() if whole and self.unpads and tree.is_ragged else None
-        if ragged is not None and UNPADS not in memory(self.model):
-            return self._tried(tree, ragged)
+        if ragged is not None and self._unpads not in memory(self.model):
+            if ragged.differs:
+                return self._tried(tree, ragged)
+            ragged = None  # a model that mixes up the two might run, too
         keys = self.cache.begin(tree, first, front > 0, changes is None, ragged)
         if pruning is not None and tree.num_tokens > 1:
             return self._pruned(tree, keys, pruning)
@@ -414,7 +416,13 @@ class Target(FollowsRows):
         able = self.takes_positions and self.attention.takes_ragged and self.graphs is None
         if not able or rows or is_async(self.device):
             return False
-        return bool(memory(self.model).get(UNPADS, True))
+        return bool(memory(self.model).get(self._unpads, True))
+
+    @property
+    def _unpads(self) -> Hashable:
+        """Under what it is known whether the model gives the same; one row does not tell of
+        several."""
+        return UNPADS, self.cache.batch_size > 1
 
     def _tried(self, tree: Tree, ragged: Ragged) -> Output:
         """A forward with padding, and whether one without it gives the same."""
@@ -429,7 +437,7 @@ class Target(FollowsRows):
             if output.hidden is not None and found.hidden is not None:
                 pairs.append((ragged.unpad(output.hidden), ragged.unpad(found.hidden)))
             why = difference(TOLERANCE[self.dtype], *zip(*pairs))
-        memory(self.model)[UNPADS] = why is None
+        memory(self.model)[self._unpads] = why is None
         if why is not None:
             logger.info("%s: trees keep their padding: %s", type(self.model).__name__, why)
         return output

@@ -328,7 +328,7 @@ def test_statistics_of_a_model_inside_others(fresh: Tiny) -> None:
 @pytest.mark.parametrize("eos", [None, [5, 18, 50]])
 def test_spec_stats(fresh: Tiny, spec: Spec, eos: list[int] | None) -> None:
     model = fresh("llama_tied")
-    memory(model)[UNPADS] = True  # no forward tells
+    memory(model).update({(UNPADS, several): True for several in (False, True)})  # none tells
     assert hf_spec.last_stats(model) is None
     with pytest.raises(ValueError, match="give the model"):
         hf_spec.last_stats(None)  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ def test_what_comes_out_is_what_comes_out_with_padding(
     sizes = [(9, 2, 1), (1, 8, 2), (4, 4, 4), (1, 1, 7)]
     trees = [Tree.of_rows([random_row(rng, n, 60) for n in own], "cpu") for own in sizes]
     reads = Reads("last")
-    memory(model).pop(UNPADS, None)
+    memory(model).pop((UNPADS, True), None)
     found = outputs(model, trees, reads)
     unpads = architecture not in PADDED
     # The first one tells whether it may be done.
@@ -115,6 +115,23 @@ def test_padding_is_left_out_and_put_back(lengths: list[int]) -> None:
     assert torch.equal(
         made.pad_heads(tokens), made.pad(made.unpad(batch))[:, None].expand_as(heads)
     )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "differs"),
+    [([1, 4, 2], 4, True), ([3], 9, True), ([1], 9, False), ([1, 1, 1], 3, False)],
+)
+def test_a_forward_tells_where_shapes_differ(lengths: list[int], most: int, differs: bool) -> None:
+    """A mask of ``most`` queries fits one query, and as many."""
+    made = Ragged.of(lengths, most, torch.device("cpu"))
+    masks = torch.zeros(len(lengths), 1, most, 8)
+    states = made.unpad(torch.zeros(len(lengths), most, 8))
+    if differs:
+        with pytest.raises(RuntimeError, match="must match"):
+            states[:, None] + masks
+    else:
+        assert (states[:, None] + masks).shape == masks.shape
+    assert made.differs == differs
 
 
 @pytest.mark.parametrize("seed", range(20))
