@@ -112,7 +112,7 @@ RUNS = {
     "recycling": (
         "contexts successors samples rollouts --model {base} --prompts {prompts} --limit 1 "
         "--samples 2 --temperature 1 --max-new-tokens 8 --output {out}/recycling.json",
-        "recycling.json", '"the same, accepted nodes only": 1.*"both": [1-9]',
+        "recycling.json", r'"the same, accepted nodes only": \[\s*1.*"both": \[\s*[1-9]',
     ),
     "wide": (
         "{base} --layers 5 --adapter {heads} --output {out}/deep",
