@@ -183,7 +183,6 @@ REFUSED: dict[str, str] = {
     "glm_moe_dsa": f"{_KEYS} layer_skip",  # attention that returns more
     **_same("layer_skip", "gpt_neox_japanese", "jetmoe", "llama4", "llama4_text"),  # likewise
     "mllama": f"{_KEYS} propd",  # layers that wait for an image
-    **_same("bita ppd space", "dory", "moshi"),  # layers that run twice; a mask beside a window
 }  # fmt: skip
 
 #: ``mtp`` has no use for their decoder layers, which have norms elsewhere, are not given rotations,
