@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -389,6 +390,18 @@ def local_attention(model: Any) -> dict[str, Local | None]:
             )
     distinct = set(found.values())
     return {"": distinct.pop() if distinct else None} if len(distinct) <= 1 else found
+
+
+def sees_beyond_windows(model: Any, width: int) -> bool:
+    """Whether tokens of a prompt of this width see others that the windows of the model's cache
+    drop: it slides, and none of the model's code makes masks that do, as in Moshi. The states of
+    such a prompt are others if it runs in parts."""
+    sizes = [local.size for local in local_attention(model).values() if local is not None]
+    if not any(size < width for size in sizes):
+        return False
+    code = {sys.modules.get(type(module).__module__) for module in model.modules()}
+    names = {name for module in code if module is not None for name in vars(module)}
+    return not any("mask" in name and re.search("sliding|chunk|generate", name) for name in names)
 
 
 @functools.cache  # once for each

@@ -13,7 +13,7 @@ from hf_spec.cache.tree_cache import TreeCache, unpack_into
 from hf_spec.decoding.prefixes import Prefixes
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.draft.state import DecodeState
-from hf_spec.modeling_patches.attention_masks import local_attention
+from hf_spec.modeling_patches.attention_masks import local_attention, sees_beyond_windows
 from hf_spec.modeling_patches.dynamic_rope import DynamicRope, recompute_end
 from hf_spec.modeling_patches.fingerprint import ALIKE
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
@@ -158,7 +158,9 @@ def new_tokens(
     seen = (
         getattr(config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
     )
-    if seen not in (-1, width):  # the new tokens alone
+    alone, longest = seen not in (-1, width), max(map(len, rows))
+    _check_windows(model, longest + cache.max_length if alone else longest)
+    if alone:  # the new tokens
         if 0 in cache.host_lengths:
             raise ValueError(
                 f"{CACHE} holds rows of {cache.host_lengths} tokens: where an answer was cut off, "
@@ -276,6 +278,17 @@ def check_positions(given: Tensor | None, mask: Tensor | None, new: Tensor, ends
         raise ValueError(
             f"position_ids with a TreeCache as {CACHE}: its next tokens have the positions before "
             f"{ends.tolist()}, and these are others. Leave them out, or leave {CACHE} out."
+        )
+
+
+def _check_windows(model: Any, width: int) -> None:
+    """Raise a ValueError if plain generation computes other states for a prompt of this width, all
+    of it at once, than forwards that continue a TreeCache."""
+    if sees_beyond_windows(model, width):
+        raise ValueError(
+            f"a TreeCache as {CACHE} with a conversation of {width} tokens: "
+            f"{type(model).__name__} runs a prompt without the windows of its cache, so its states "
+            f"depend on where it begins. Leave {CACHE} out."
         )
 
 

@@ -22,6 +22,7 @@ from hf_spec.decoding.cache_reuse import (
     new_tokens,
     size_of,
 )
+from hf_spec.modeling_patches.attention_masks import sees_beyond_windows
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
 from hf_spec.modeling_patches.modules import CACHE, takes
 from hf_spec.modeling_patches.per_call import Changes
@@ -376,11 +377,12 @@ class Prompt:
         """Whether forwards of parts of the prompt give what that of the whole gives."""
         given, rules = self.model_kwargs, recurrent_rules(self.model).values()
         tokens_alone = self.first.others.keys() <= self.later.others.keys()
+        whole = sees_beyond_windows(self.model, self.input_ids.shape[1])
         # Transformers counts the tokens of earlier parts in layers of attention.
         counted = not all(getattr(given.get(CACHE), "is_linear", [True]))
         return (
             tokens_alone and not self.later.per_token and given.get("inputs_embeds") is None
-            and counted and all(rule.goes_on for rule in rules)
+            and counted and not whole and all(rule.goes_on for rule in rules)
         )  # fmt: skip
 
     @property

@@ -9,6 +9,7 @@ import multimodal
 import pytest
 import torch
 from adapter_oracle import lent
+from architectures import build
 from conftest import VOCAB, Tiny, check_same, prompt, shared
 from peft import LoraConfig
 from recurrent_models import shared_recurrent
@@ -82,6 +83,22 @@ def test_windows_and_positions(architecture: str) -> None:
     """Of a window that has moved on, nothing is left that a shorter prompt could use."""
     with share_steps(model := shared(architecture)):
         chat(model, LOOKUP)
+
+
+def test_a_prompt_that_sees_beyond_windows_runs_whole() -> None:
+    """Moshi's cache slides, and its masks do not: in parts, a prompt has other states."""
+    with share_steps(model := build("moshi")) as sharing:
+        first = check_same(model, {**LOOKUP, "return_dict_in_generate": True}, prompt(WIDTH))
+        ids = next_turn(first.sequences)
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # answers have padding
+        for _ in range(2):
+            check_same(model, LOOKUP, **given)
+            assert not reused(model)
+            sharing.prompt_part = 4
+            sharing._prompted.add(-1)  # as if another call took steps
+    with pytest.raises(ValueError, match="MoshiForCausalLM runs a prompt without the windows"):
+        model.generate(**given, **LOOKUP, **{CACHE: first[CACHE]})
+    assert first[CACHE].host_lengths == [WIDTH + 16 - 1]
 
 
 def test_samples(sharing: StepSharing, model: Any) -> None:
