@@ -93,9 +93,22 @@ class CacheOwner:
         if self.cache is not None and self.wanted and not self._done:
             self._give_back(self.cache)
             self._done = True
-            if self._keeps and self.prefixes is not None:
-                self.prefixes.keep(self.cache.copied([0]))
+            if self._keeps and (kept := self._copied(self.cache, [0])) is not None:
+                assert self.prefixes is not None
+                self.prefixes.keep(kept)
         return self.cache if self.filled is None else self.filled
+
+    def take_from(self, cache: TreeCache, rows: Sequence[int]) -> None:
+        """Hold a copy of the call's rows of a cache that others use, too."""
+        self.cache = cache.copied(rows) if self._returned else self._copied(cache, rows)
+
+    def _copied(self, cache: TreeCache, rows: Sequence[int]) -> TreeCache | None:
+        """A copy for later prompts; None where memory does not suffice."""
+        try:
+            return cache.copied(rows)
+        except torch.OutOfMemoryError as error:
+            self.after_shortage(type(error))
+            return None
 
     def after_shortage(self, kind: type[BaseException] | None, *_: Any) -> None:
         """At the end of a call: where memory did not suffice, keep nothing for later prompts."""

@@ -421,8 +421,9 @@ class SharedSteps(Steps):
         owner = call.steps.owner
         if owner.wanted:
             in_order = sorted(zip(self.sequences.of(call), rows))
-            owner.cache = self.state.cache.copied([row for _, row in in_order])
-            owner.cache.inputs, owner.cache.generated = call.depends
+            owner.take_from(self.state.cache, [row for _, row in in_order])
+            if owner.cache is not None:
+                owner.cache.inputs, owner.cache.generated = call.depends
 
     @property
     def code(self) -> dict[str, int]:

@@ -234,6 +234,23 @@ def test_nothing_is_kept_where_memory_is_short(
     assert chat(model, LOOKUP)[1] == WIDTH + 16 - 1
 
 
+def test_an_answer_needs_no_memory_for_what_is_kept(
+    sharing: StepSharing, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    check_same(model, LOOKUP, ids := prompt(WIDTH))
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeCache, "copied", short)
+        check_same(model, LOOKUP, prompt(WIDTH, seed=2))
+        check_same(model, LOOKUP, ids, max_new_tokens=1)  # whose steps are not shared
+        assert not sharing.prefix_tokens
+        with pytest.raises(torch.OutOfMemoryError):
+            model.generate(ids, do_sample=False, return_dict_in_generate=True, **LOOKUP)
+    check_same(model, LOOKUP, next_turn(ids))
+
+
 @pytest.mark.parametrize("most", [0, WIDTH])
 def test_a_limit(model: Any, most: int) -> None:
     with share_steps(model, max_prefix_tokens=most):
