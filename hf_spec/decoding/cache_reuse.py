@@ -114,6 +114,7 @@ class CacheOwner:
         """At the end of a call: where memory did not suffice, keep nothing for later prompts."""
         if kind is not None and issubclass(kind, torch.OutOfMemoryError) and self.prefixes:
             self.prefixes.clear()
+            self._keeps = False
 
     def release(self) -> list[Tensor]:
         """The buffers of the call's cache, once the call is over, for later calls: graphs are for
