@@ -37,10 +37,13 @@ TYPES = ("qwen3", "gemma4_text")
 #: Fields that choose what is drafted, in a part of the config of their own.
 GROUP = "dflash_config"
 #: The type that Transformers has as a model of its own, and prefixes of its names; of Domino's in
-#: early files.
+#: early files; of the heads of ModelOpt's DSpark.
 MUSE = "muse_glimmer_assistant"
 NAMES = (
-    ("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."), ("logit_head.", "")
+    ("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."), ("logit_head.", ""),
+    *((name, f"markov_head.{name}")
+      for name in ("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.")),
+    ("confidence_proj.", "confidence_head.proj."),
 )  # fmt: skip
 #: Ends of tensors that files may have besides: the base's embeddings, and what is computed.
 UNUSED = ("embed_tokens.weight", "rotary_emb.inv_freq", tables.MASK)
@@ -53,6 +56,8 @@ SCALES = {
     "logit_softcap": "final_logit_softcapping",
 }  # fmt: skip
 CONFIDENCE_HEAD = ("enable_confidence_head", "confidence_head_with_markov")
+#: Of ModelOpt's DSpark: whether it has that head, with a Markov head, and our `sample_from_anchor`.
+HAS_CONFIDENCE, SHIFTS = "use_confidence_head", "shift_label"
 #: Of convolutions; of LiLiCorr, whether it has a head, and what SGLang takes of its tokens.
 CONVOLUTIONS = {name: name for name in ("conv_kernel_size", "conv_group_size")}
 ENABLED, CANDIDATES = "lilicorr_enabled", (1, 2, 4, 8, 16)
@@ -101,7 +106,7 @@ KINDS = {
     "domino": Kind(
         "dflash", "Domino", {
             "markov_rank": "emb_dim", "markov_width": "gru_hidden_dim",
-            "markov_skips": "pure_draft_prefix_len", "sample_from_anchor": "shift_label",
+            "markov_skips": "pure_draft_prefix_len", "sample_from_anchor": SHIFTS,
         }, ("domino",), "prefix_gru.",
     ),
     "dspine": Kind(
@@ -133,7 +138,8 @@ NEUTRAL: dict[str, Any] = {
 KNOWN = NEUTRAL | dict.fromkeys(
     (
         *FIELDS.values(), *(name for kind in KINDS.values() for name in kind.fields.values()),
-        *SCALES.values(), *CONFIDENCE_HEAD, *CAUSAL_BLOCK, IDS, CAUSAL, OF_DEEPSPEC, RATIO,
+        *SCALES.values(), *CONFIDENCE_HEAD, HAS_CONFIDENCE, *CAUSAL_BLOCK, IDS, CAUSAL,
+        OF_DEEPSPEC, RATIO,
         "draft_vocab_size", "num_jacobi_passes", "projector_type", "confidence_head_alpha",
         "num_anchors", "loss_decay_gamma", "ce_weight", "alignment_weight",
         "alignment_warmup_steps", "replacement_layers", "replacement_probability",
@@ -395,7 +401,7 @@ class _Said:
         self._check()
         facts = self._base_facts()
         fields: dict[str, Any] = {
-            "sample_from_anchor": self.dspark,
+            "sample_from_anchor": self.dspark and self.all.get(SHIFTS, True),
             **tables.layer_fields(self.layers, self.type),
             "attention_bias": self.layers.get("attention_bias", False),
             "base_facts": facts,
@@ -452,7 +458,7 @@ class _Said:
             tables.check_size(RATIO, self.all[RATIO])
             fields["markov_width"] = self.all[RATIO] * fields["markov_rank"]
         has_confidence, with_markov = CONFIDENCE_HEAD
-        if self.dspark and self.all.get(has_confidence):
+        if self.dspark and (self.all.get(has_confidence) or self.all.get(HAS_CONFIDENCE)):
             fields["confidence_head"] = "markov" if self.all.get(with_markov, True) else "state"
 
     def _windows(self) -> dict[str, Any]:
