@@ -392,8 +392,8 @@ class Prompt:
         owner, (rows, width) = self.owner, self.input_ids.shape
         if owner.prefixes is None or rows > 1 or len(owner.sequences.now.tokens[0]) < width:
             return False
-        if self.reads.tokens == "committed" or not self._can_be_divided:
-            return False  # the drafter wants the states of all tokens
+        if self.reads.tokens == "committed" or self.first.others or not self._can_be_divided:
+            return False  # the drafter wants the states of all tokens, or they are of other inputs
         positions = self.first.positions
         counted = positions is None or bool(
             (positions == torch.arange(width, device=positions.device)).all()

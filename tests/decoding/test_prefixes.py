@@ -11,7 +11,7 @@ import torch
 from adapter_oracle import lent
 from architectures import build
 from conftest import VOCAB, Tiny, check_same, prompt, shared
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from recurrent_models import shared_recurrent
 from running import drafting
 from test_method_contract import FIRST, RUNS, adapted, strategy
@@ -168,6 +168,36 @@ def test_other_adapters_compute_anew(fresh: Tiny) -> None:
             assert not reused(model)
             check_same(model, LOOKUP, next_turn(ids))
             assert reused(model)
+
+
+def test_other_inputs_compute_anew(fresh: Tiny) -> None:
+    """A setting that each forward gets, and PEFT's adapter of each row."""
+    model = fresh("llama")
+
+    class Shifted(type(model)):  # type: ignore[misc]
+        def forward(
+            self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None,
+            past_key_values: Any = None, cache: Any = None, shift: int = 0, **others: Any,
+        ) -> Any:  # fmt: skip
+            others |= {"attention_mask": attention_mask, "position_ids": position_ids}
+            others[CACHE] = past_key_values if cache is None else cache
+            return super().forward(input_ids=(input_ids + shift) % VOCAB, **others)
+
+    with share_steps(model):
+        model.__class__ = Shifted
+        for shift in (3, 5, 3):
+            check_same(model, LOOKUP, ids := prompt(WIDTH), shift=shift)
+            check_same(model, LOOKUP, next_turn(ids), shift=shift)
+            assert not reused(model)
+        model.__class__ = Shifted.__base__
+        config = LoraConfig(init_lora_weights=False, target_modules=["q_proj", "v_proj"])
+        peft = get_peft_model(model, config, "one")
+        peft.add_adapter("two", config)
+        peft.eval()
+        for name in ("one", "two", "one"):
+            check_same(peft, LOOKUP, input_ids=ids, adapter_names=[name])
+            check_same(peft, LOOKUP, input_ids=next_turn(ids), adapter_names=[name])
+            assert not reused(model)
 
 
 # -- what is kept ----------------------------------------------------------------------------------
