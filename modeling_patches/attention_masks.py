@@ -392,12 +392,16 @@ def local_attention(model: Any) -> dict[str, Local | None]:
     return {"": distinct.pop() if distinct else None} if len(distinct) <= 1 else found
 
 
+def window_sizes(model: Any) -> list[int]:
+    """The windows or chunks, in tokens, of a model's kinds of layers that have one."""
+    return [local.size for local in local_attention(model).values() if local is not None]
+
+
 def sees_beyond_windows(model: Any, width: int) -> bool:
     """Whether tokens of a prompt of this width see others that the windows of the model's cache
     drop: it slides, and none of the model's code makes masks that do, as in Moshi. The states of
     such a prompt are others if it runs in parts."""
-    sizes = [local.size for local in local_attention(model).values() if local is not None]
-    if not any(size < width for size in sizes):
+    if not any(size < width for size in window_sizes(model)):
         return False
     code = {sys.modules.get(type(module).__module__) for module in model.modules()}
     names = {name for module in code if module is not None for name in vars(module)}

@@ -13,7 +13,7 @@ from hf_spec.cache.tree_cache import TreeCache, unpack_into
 from hf_spec.decoding.prefixes import Prefixes
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.draft.state import DecodeState
-from hf_spec.modeling_patches.attention_masks import local_attention, sees_beyond_windows
+from hf_spec.modeling_patches.attention_masks import sees_beyond_windows, window_sizes
 from hf_spec.modeling_patches.dynamic_rope import DynamicRope, recompute_end
 from hf_spec.modeling_patches.fingerprint import ALIKE
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
@@ -46,7 +46,6 @@ class CacheOwner:
         start: lengths of the rows after the prompt; None while it runs.
         filled: the caller's own ``DynamicCache`` of a single row, if there is one, to which states
             are returned.
-        wanted: whether the cache is returned or kept, so that finished rows must stay in it.
         callers: whether it is the caller's own.
         prefixes: states that the prompt may begin with, where those of the call are kept, too, if
             the prompt allows it; None if there are none.
@@ -63,16 +62,21 @@ class CacheOwner:
         fills = isinstance(given, DynamicCache) and getattr(given, "_is_user_defined", False)
         self.filled: DynamicCache | None = given if fills else None
         self.callers = fills or isinstance(given, TreeCache)
-        self.wanted = self._returned = returned or self.callers
+        self._returned = returned or self.callers
         self.prefixes: Prefixes | None = None
         self.reused = 0
         self._done = self._keeps = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the cache is returned or kept, so that finished rows must stay in it."""
+        return self._returned or self._keeps
 
     def begin_with_kept(self) -> bool:
         """Begin with kept states, if a prompt of one sequence begins with their tokens, and have
         those of the call kept; returns whether there were any."""
         assert self.prefixes is not None
-        self.wanted = self._keeps = True
+        self._keeps = True
         kept = self.prefixes.longest(self.sequences.now.tokens[0])
         if kept is not None:
             self.given = kept
@@ -254,7 +258,7 @@ def check_gaps(model: Any, mask: Tensor | None, continued: bool, columns: int) -
     """
     if mask is None or not bool((gaps := mask[:, :-1] & ~mask[:, 1:]).any()):
         return []
-    sizes = [local.size for local in local_attention(model).values() if local is not None]
+    sizes = window_sizes(model)
     recurrent, why = bool(recurrent_rules(model)), None
     if any(size < columns for size in sizes):
         why = f"counts them in its window of {min(sizes)} columns"
