@@ -18,6 +18,7 @@ from peft.utils.other import (
     TrainableTokensWrapper,
 )
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -273,8 +274,8 @@ def weights_version(tensors: Sequence[Tensor]) -> Hashable:
 
     It consists of addresses, version counters, steps of optimizers, and at least one entry of each
     row and column. A write that changes none of these is not noticed: one to single entries through
-    `.data`. The host waits for each device once. Whoever keeps the key must keep the tensors, or
-    others could get their addresses.
+    `.data`. The host waits for each device once. Whoever keeps the key must look whether the
+    tensors' memory has been freed, or others could get its addresses.
     """
     places = tuple(
         (
@@ -305,15 +306,15 @@ def made_anew(
     make: Callable[[], Made], others: Any = None,
 ) -> Made:  # fmt: skip
     """What ``store`` has for an owner; made anew where these tensors, or what else it depends on,
-    have changed."""
+    have changed. The tensors' memory is not held: it is freed where a model moves."""
     key = weights_version(tensors), others
     known = store.get(owner)
-    if known is None or known[0] != key:
+    if known is None or known[0] != key or any(one.expired() for one in known[1]):
         known = None
         store.pop(owner, None)  # frees it before what takes its place is allocated
         with torch.inference_mode(False), torch.no_grad():  # training may use it later
-            # With the tensors, but not the parameters, whose owner could not be freed.
-            known = store[owner] = key, [tensor.data for tensor in tensors], make()
+            places = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+            known = store[owner] = key, places, make()
     return known[2]
 
 

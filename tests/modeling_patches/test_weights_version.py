@@ -1,12 +1,15 @@
 """Writes and replacements of tensors are noticed, those without a version count among them."""
 
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_spec.modeling_patches.weights import weights_version
+from hf_spec.modeling_patches.weights import made_anew, weights_version
 
 
 def fused_step(x: Tensor) -> None:
@@ -76,3 +79,21 @@ def test_each_row_and_column_is_compared(shape: tuple[int, ...]) -> None:
         assert weights_version([x]) != before
         place.fill_(0)
     assert weights_version([x]) == before
+
+
+def test_memory_of_weights_that_moved_is_freed() -> None:
+    """What is made of weights does not hold them, and is made anew of those in their place."""
+    store: dict[str, Any] = {}
+    x, numbers = torch.nn.Parameter(torch.ones(3)), itertools.count()
+    assert made_anew(store, "owner", [x], lambda: next(numbers)) == 0
+    assert made_anew(store, "owner", [x], lambda: next(numbers)) == 0
+    old = StorageWeakRef(x.untyped_storage())
+    x.data = torch.ones(3)
+    assert old.expired()
+    assert made_anew(store, "owner", [x], lambda: next(numbers)) == 1
+    # The same numbers at the same address, in memory that others had in between.
+    memory = torch.ones(3).numpy()
+    x.data = torch.from_numpy(memory)
+    assert made_anew(store, "owner", [x], lambda: next(numbers)) == 2
+    x.data = torch.from_numpy(memory)
+    assert made_anew(store, "owner", [x], lambda: next(numbers)) == 3
