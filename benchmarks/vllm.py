@@ -40,9 +40,9 @@ import torch
 
 from hf_spec import share_steps
 from hf_spec.core.checks import first_line
-from hf_spec.core.memory import exchange
 from hf_spec.files import read_json, write_json
 from hf_spec.modeling_patches.modules import unwrapped
+from hf_spec.threads import exchange
 from hf_spec.tools.bench.contenders import (
     BASELINE,
     STOCK_BATCHES,

@@ -264,7 +264,7 @@ class TreeCache(StatefulCache):
         return self.states.tensors() + (self.recurrent.tensors() if self.recurrent else [])
 
     def changing(self) -> list[Tensor]:
-        """What differs from step to step, see :class:`hf_spec.core.rows.Holds`."""
+        """What differs from step to step, see :class:`hf_spec.core.device.Holds`."""
         return [self.lengths.contiguous()]
 
     def using(self, tensors: Iterator[Tensor], changing: Iterator[Tensor]) -> Self:

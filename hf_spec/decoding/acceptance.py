@@ -10,12 +10,12 @@ from transformers import GenerationConfig
 
 from hf_spec.core import verify
 from hf_spec.core.device import Ragged, bucket, is_async, to_device
-from hf_spec.core.memory import RUNNING
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.draft.options import DraftOptions
 from hf_spec.target.noise import SamplingNoise
+from hf_spec.threads import RUNNING
 
 #: Greedy decoding by argmax.
 GREEDY = VerifyProgram("greedy", verify.greedy)

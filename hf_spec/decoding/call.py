@@ -22,7 +22,6 @@ from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import load_unattached, waiting
 from hf_spec.cache.attention import SMALLEST
 from hf_spec.core.checks import UNFIT, check_count, check_names, explained, first_line, nearest
-from hf_spec.core.memory import memory
 from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.options import ACCEPTANCE_RULES, AUTO, DraftOptions, with_place
 from hf_spec.draft.translation import Assistant
@@ -40,6 +39,7 @@ from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.captures import CUDA_GRAPHS
 from hf_spec.target.graphs import Graphs
 from hf_spec.target.recording import Call, Recording, is_asked
+from hf_spec.threads import memory
 
 # -- ``SpecConfig``: a generation configuration that names a strategy ------------------------------
 

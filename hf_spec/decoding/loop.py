@@ -23,7 +23,6 @@ from transformers.generation import GenerateDecoderOnlyOutput, utils
 from transformers.generation.streamers import BaseStreamer
 
 from hf_spec.core.device import bucket
-from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats, Stopwatch
 from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.cache_reuse import CacheOwner, check_alone
@@ -54,6 +53,7 @@ from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.support import check_length
 from hf_spec.modeling_patches.weights import vocabulary
 from hf_spec.target.noise import drawn_seeds
+from hf_spec.threads import memory
 
 # -- The output of a call and its statistics -------------------------------------------------------
 

@@ -7,8 +7,8 @@ from itertools import chain, takewhile
 from typing import Any
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.memory import locked
 from hf_spec.modeling_patches.weights import is_plain, made_anew
+from hf_spec.threads import locked
 
 #: Least tokens that are taken over, as many as a block of vLLM's prefix caching has: running fewer
 #: beside the others of a prompt costs nothing on an accelerator.

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.core import verify
-from hf_spec.core.device import bucket, to_device
-from hf_spec.core.rows import selected
+from hf_spec.core.device import bucket, selected, to_device
 from hf_spec.core.shapes import TokenTree
 from hf_spec.core.stats import Stopwatch
 from hf_spec.core.tree import Tree

@@ -18,7 +18,6 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_spec.core.memory import memory, recall
 from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.cache_reuse import CacheOwner
@@ -39,6 +38,7 @@ from hf_spec.target.hidden_states import Reads, output_logits, supported_kwargs
 from hf_spec.target.packed_weights import packed_weights
 from hf_spec.target.recording import Call, Recording
 from hf_spec.target.target import Target
+from hf_spec.threads import memory, recall
 
 # -- A self-check of the tree forward on models that our tests do not cover ------------------------
 #

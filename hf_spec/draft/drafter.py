@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_spec.core.device import is_async, to_device
+from hf_spec.core.device import FollowsRows, is_async, to_device
 from hf_spec.core.pruning import Pruning
-from hf_spec.core.rows import FollowsRows
 from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import HostTree, Row, Tree
 from hf_spec.core.verify import HostResult, StepResult

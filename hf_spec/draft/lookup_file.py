@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from hf_spec.core.checks import first_line
-from hf_spec.core.memory import locked, recall
 from hf_spec.draft.lookup import END, HISTORY_NGRAM, History, Limits, Match
+from hf_spec.threads import locked, recall
 
 #: Most tokens of a file; the oldest answers are dropped. The index takes 48 bytes for each.
 MOST_TOKENS = 2**22

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_spec.core.memory import recall
-from hf_spec.core.rows import FollowsRows, Holds
+from hf_spec.core.device import FollowsRows, Holds
 from hf_spec.core.shapes import ProbeGroup, TokenTree, TreeStates
 from hf_spec.core.tree import Row, Tree
 from hf_spec.core.verify import HostResult, StepResult
@@ -21,6 +20,7 @@ from hf_spec.draft.state import DecodeState
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.target.hidden_states import Predicted, Reads
 from hf_spec.target.target import ProbeInputs
+from hf_spec.threads import recall
 
 #: Drafting runs modules of the model, such as its output embeddings.
 MODULES = "modules"

@@ -28,11 +28,11 @@ import torch
 from torch import nn
 
 from hf_spec.core.checks import MAX_HISTORY, check_count, check_range, first_line
-from hf_spec.core.memory import RUNNING, locked
 from hf_spec.core.tree import Row
 from hf_spec.draft.state import DecodeState
 from hf_spec.files import replacing
 from hf_spec.modeling_patches.weights import is_plain, vocabulary, weights_version
+from hf_spec.threads import RUNNING, locked
 
 #: Tokens of a forward, of each row, which are all as wide as the widest, and of the batch: logits
 #: and random numbers of the whole vocabulary are held for each.

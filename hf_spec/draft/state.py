@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.device import to_device
-from hf_spec.core.rows import FollowsRows
+from hf_spec.core.device import FollowsRows, to_device
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import HostTree, Row, Tree
 from hf_spec.draft.forced import BatchForced

@@ -23,7 +23,6 @@ from hf_spec.core.checks import (
     setting,
 )
 from hf_spec.core.device import to_device
-from hf_spec.core.memory import locked, recall
 from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import Row, Tree
 from hf_spec.core.verify import HostResult, sample
@@ -44,6 +43,7 @@ from hf_spec.target.hidden_states import model_logits
 from hf_spec.target.noise import as_sampled
 from hf_spec.target.sequences import probe_sequences
 from hf_spec.target.target import ProbeInputs
+from hf_spec.threads import locked, recall
 
 # -- Options of ``layer_skip``, and when it stops drafting -----------------------------------------
 

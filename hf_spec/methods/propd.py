@@ -17,7 +17,6 @@ from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import MAX_DRAFT_TOKENS, SHARE, check_count, count, setting
 from hf_spec.core.device import is_async, to_device
-from hf_spec.core.memory import locked, recall
 from hf_spec.core.pruning import connected
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
@@ -38,6 +37,7 @@ from hf_spec.predict.losses import Ahead, heads_loss, mean_loss, own_predictions
 from hf_spec.predict.table import Predictions, reweighed
 from hf_spec.target.hidden_states import gather_hidden, model_logits
 from hf_spec.target.sequences import token_hidden
+from hf_spec.threads import locked, recall
 
 # -- The PROPD adapter: the heads of Medusa, and the early head that prunes ------------------------
 #

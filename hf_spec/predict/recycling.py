@@ -18,9 +18,7 @@ from torch import Tensor
 
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import find_active
-from hf_spec.core.device import is_async, to_device
-from hf_spec.core.memory import locked, recall
-from hf_spec.core.rows import Holds
+from hf_spec.core.device import Holds, is_async, to_device
 from hf_spec.core.shapes import TreeStates
 from hf_spec.core.tree import Row, Tree
 from hf_spec.core.verify import StepResult
@@ -33,6 +31,7 @@ from hf_spec.modeling_patches.weights import made_anew, vocabulary
 from hf_spec.predict.table import chain_tree, static_tree
 from hf_spec.target.hidden_states import NUM_READ, Predicted, Reads, gather_hidden
 from hf_spec.target.noise import TRUST
+from hf_spec.threads import locked, recall
 
 #: Most tokens of a context.
 ORDERS = 3

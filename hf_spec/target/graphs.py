@@ -21,7 +21,6 @@ from transformers import CompileConfig
 from hf_spec.cache.attention import zeros
 from hf_spec.core.checks import check_choice, first_line
 from hf_spec.core.device import bucket
-from hf_spec.core.memory import RUNNING, memory
 from hf_spec.core.verify import StepResult
 from hf_spec.modeling_patches.fingerprint import fingerprint
 from hf_spec.modeling_patches.weights import placement
@@ -47,7 +46,7 @@ from hf_spec.target.captures import (
 from hf_spec.target.graph_parts import AnySize, Code, compile_in_parts
 from hf_spec.target.hidden_states import Read
 from hf_spec.target.recording import Recording, obstacle
-from hf_spec.threads import new_lock
+from hf_spec.threads import RUNNING, memory, new_lock
 
 # -- How far two computations of the same numbers may be apart -------------------------------------
 

@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_spec.core.device import Ragged, bucket
-from hf_spec.core.memory import memory
 from hf_spec.core.tree import Tree
 from hf_spec.modeling_patches.modules import decoder_of, num_layers, only_logits, takes
 from hf_spec.modeling_patches.per_call import Changes, step_aside
@@ -26,6 +25,7 @@ from hf_spec.modeling_patches.weights import (
     output_dtype,
     placement,
 )
+from hf_spec.threads import memory
 
 # -- A model's input embeddings as the rows of their matrix ----------------------------------------
 

@@ -18,13 +18,13 @@ from packaging.version import Version
 from torch import distributed, nn
 
 from hf_spec.core.checks import check_switch
-from hf_spec.core.memory import memory
 from hf_spec.modeling_patches.attention_masks import runs_kernel
 from hf_spec.modeling_patches.fingerprint import Fingerprint
 from hf_spec.modeling_patches.modules import unwrapped
 from hf_spec.modeling_patches.ranks import tensor_parallel_size
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.captures import RECORDERS
+from hf_spec.threads import memory
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,8 @@ from hf_spec.cache.attention import AttentionStates, bounded
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core import mask as masks
 from hf_spec.core.checks import first_line
-from hf_spec.core.device import Ragged, is_async, to_device
-from hf_spec.core.memory import memory
+from hf_spec.core.device import FollowsRows, Ragged, is_async, to_device
 from hf_spec.core.pruning import Pruning, keep_likely
-from hf_spec.core.rows import FollowsRows
 from hf_spec.core.tree import Tree, filled
 from hf_spec.core.verify import HostResult, StepResult, VerifyProgram
 from hf_spec.modeling_patches.attention_masks import Local, TreeAttention
@@ -45,6 +43,7 @@ from hf_spec.target.hidden_states import (
     captured,
     gather_hidden,
 )
+from hf_spec.threads import memory
 
 # -- The nodes of a tree that one forward runs over, and where slots stand for their mask ----------
 

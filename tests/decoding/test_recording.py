@@ -24,12 +24,12 @@ from transformers import GenerationMixin, LogitsProcessor
 
 import hf_spec
 from hf_spec.core.device import bucket
-from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats
 from hf_spec.modeling_patches.fingerprint import fingerprint
 from hf_spec.target import captures, recording
 from hf_spec.target.graphs import CHECKS, Graphs
 from hf_spec.target.recording import IDLE_STEPS, REPLAYS, Hint, Recording
+from hf_spec.threads import memory
 
 SPEC = strategy("prompt_lookup", num_draft_tokens=4)
 

@@ -18,12 +18,12 @@ from forks import Program
 from running import drafting
 
 import hf_spec
-from hf_spec.core.memory import forget
 from hf_spec.draft import lookup_file
 from hf_spec.draft.lookup import END, History, Limits, Match
 from hf_spec.draft.lookup_file import AnswerFile, Corpus, LastingHistory, facts_of, history_of
 from hf_spec.draft.options import DraftOptions
 from hf_spec.methods.registry import methods
+from hf_spec.threads import forget
 
 LONG = {"max_new_tokens": 40, "do_sample": False}
 FACTS = {"model_type": "llama", "vocab_size": 61, "bos_token_id": 1}

@@ -25,7 +25,6 @@ from running import needed
 
 import hf_spec
 from hf_spec.core.device import bucket
-from hf_spec.core.memory import locked, memory
 from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Row, Tree
@@ -41,6 +40,7 @@ from hf_spec.methods.ppd.dynamic_tree import likeliest_paths
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.predict.network import LevelPredictor
 from hf_spec.target.target import UNPADS
+from hf_spec.threads import locked, memory
 
 Seconds = Callable[[int], float]
 HERE = (1, 8, "cpu")

@@ -9,7 +9,6 @@ from conftest import check_same, prompt, ragged
 from running import CAPTURED, default_dtype, drafting
 
 import hf_spec
-from hf_spec.core.memory import forget, memory
 from hf_spec.core.tree import Row, Tree
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.draft.grow import Children, Frontier
@@ -27,6 +26,7 @@ from hf_spec.predict.recycling import (
     largest_prime,
 )
 from hf_spec.target.hidden_states import NUM_READ, Predicted
+from hf_spec.threads import forget, memory
 
 VOCAB = 20
 

@@ -20,13 +20,13 @@ from transformers.generation import ContinuousBatchingConfig
 import hf_spec
 from hf_spec.adapters.loading import active_names, fine_tunes
 from hf_spec.core.checks import check_count, explained
-from hf_spec.core.memory import exchange
 from hf_spec.core.stats import SpecStats, synchronize
 from hf_spec.modeling_patches.modules import unwrapped
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.predict.recycling import learned_table
 from hf_spec.target.captures import CUDA_GRAPHS, check_recording
 from hf_spec.target.packed_weights import packed_weights
+from hf_spec.threads import exchange
 from hf_spec.tools.bench.contenders import (
     BASELINE,
     STOCK_BATCHES,

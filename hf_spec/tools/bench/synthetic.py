@@ -19,12 +19,12 @@ from transformers import GenerationConfig
 from hf_spec.core import verify
 from hf_spec.core.checks import check_range
 from hf_spec.core.device import Ragged, bucket, to_device
-from hf_spec.core.memory import forget, memory
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
 from hf_spec.decoding.acceptance import Acceptance
 from hf_spec.decoding.scoring import Scorer
 from hf_spec.draft.options import DraftOptions
+from hf_spec.threads import forget, memory
 
 #: The command line's option, for messages.
 OPTION = "--synthetic-acceptance"

@@ -8,9 +8,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from hf_spec.core.memory import locked
 from hf_spec.core.stats import SpecStats
 from hf_spec.decoding.sharing import StepSharing
+from hf_spec.threads import locked
 
 #: Seconds that count for the tokens per second.
 RECENT = 60.0

@@ -13,9 +13,9 @@ from transformers import EvalPrediction, TrainerCallback
 
 import hf_spec
 from hf_spec.core.checks import duration
-from hf_spec.core.memory import forget
 from hf_spec.core.stats import SpecStats
 from hf_spec.target.sequences import IGNORED
+from hf_spec.threads import forget
 from hf_spec.tools.bench.runner import pad_left
 
 #: Positions whose acceptance is shown.
