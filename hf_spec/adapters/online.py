@@ -17,8 +17,7 @@ from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.tuner import Objective, TrainingBatch, random_anchors
 from hf_spec.core.checks import UNFIT, explained
-from hf_spec.modeling_patches.ranks import same_draws
-from hf_spec.modeling_patches.weights import placement
+from hf_spec.modeling_patches.weights import placement, same_draws
 from hf_spec.target.sequences import IGNORED
 
 #: Largest norm of gradients, as of the Trainer.

@@ -14,8 +14,8 @@ from hf_spec.decoding.prefixes import Prefixes
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.draft.state import DecodeState
 from hf_spec.modeling_patches.attention_masks import sees_beyond_windows, window_sizes
-from hf_spec.modeling_patches.dynamic_rope import DynamicRope, recompute_end
 from hf_spec.modeling_patches.fingerprint import ALIKE
+from hf_spec.modeling_patches.forwards import DynamicRope, recompute_end
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
 from hf_spec.modeling_patches.modules import CACHE
 from hf_spec.target.target import Target, append

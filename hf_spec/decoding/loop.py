@@ -49,9 +49,8 @@ from hf_spec.draft.policy import StepPolicy
 from hf_spec.draft.state import DecodeState
 from hf_spec.draft.translation import Assistant
 from hf_spec.modeling_patches.modules import CACHE, only_logits, unwrapped
-from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.support import check_length
-from hf_spec.modeling_patches.weights import vocabulary
+from hf_spec.modeling_patches.weights import Ranks, vocabulary
 from hf_spec.target.noise import drawn_seeds
 from hf_spec.threads import memory
 

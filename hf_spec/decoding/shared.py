@@ -22,7 +22,7 @@ from hf_spec.decoding.sequences import Sequences, Snapshot
 from hf_spec.decoding.step import Steps, details_of
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.draft.options import samples_drafts
-from hf_spec.modeling_patches.dynamic_rope import rope_ends
+from hf_spec.modeling_patches.forwards import rope_ends
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
 from hf_spec.modeling_patches.per_call import changing
 from hf_spec.threads import memory

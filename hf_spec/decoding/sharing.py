@@ -21,7 +21,7 @@ from hf_spec.decoding.prefill import Parts
 from hf_spec.decoding.prefixes import Prefixes, prefixes_of
 from hf_spec.decoding.shared import Call, SharedSteps, kind_of
 from hf_spec.decoding.step import Steps
-from hf_spec.modeling_patches.dynamic_rope import rope_ends
+from hf_spec.modeling_patches.forwards import rope_ends
 from hf_spec.modeling_patches.modules import unwrapped
 from hf_spec.threads import end_team, locked, memory
 

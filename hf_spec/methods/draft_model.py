@@ -28,10 +28,10 @@ from hf_spec.draft.state import DecodeState
 from hf_spec.draft.translation import Assistant, Translation, translation
 from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.attention_masks import TreeAttention
+from hf_spec.modeling_patches.forwards import shared_kv_sources, takes_shared_kv, with_given_masks
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
 from hf_spec.modeling_patches.modules import CACHE, only_logits, unwrapped
 from hf_spec.modeling_patches.per_call import Changes
-from hf_spec.modeling_patches.shared_kv import shared_kv_sources, takes_shared_kv, with_given_masks
 from hf_spec.modeling_patches.support import check_model
 from hf_spec.modeling_patches.weights import input_features, placement, vocabulary
 from hf_spec.predict.network import GrowOptions, LevelPredictor, Levels

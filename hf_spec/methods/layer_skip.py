@@ -32,10 +32,10 @@ from hf_spec.draft.policy import DraftExit, LevelCost
 from hf_spec.draft.predictor import FORWARDS, Predictor
 from hf_spec.draft.state import DecodeState
 from hf_spec.methods.registry import Method
+from hf_spec.modeling_patches.forwards import LayerSkipper
 from hf_spec.modeling_patches.low_rank import MergedCopies
 from hf_spec.modeling_patches.modules import linear_modules
 from hf_spec.modeling_patches.per_call import Changes
-from hf_spec.modeling_patches.skipping import LayerSkipper
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.predict.losses import Ahead, mean_loss, own_predictions, prediction_losses
 from hf_spec.predict.table import distribution

@@ -27,10 +27,10 @@ from hf_spec.draft.options import TREE_OPTIONS, DraftOptions, refuse
 from hf_spec.draft.predictor import FORWARDS
 from hf_spec.draft.state import DecodeState
 from hf_spec.methods.registry import Method, get_method
+from hf_spec.modeling_patches.forwards import layer_input
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
 from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.per_call import Changes
-from hf_spec.modeling_patches.skipping import layer_input
 from hf_spec.modeling_patches.weights import output_features, placement
 from hf_spec.predict.heads import HeadPredictor, HeadsAdapter, HeadsConfig
 from hf_spec.predict.losses import Ahead, heads_loss, mean_loss, own_predictions, prediction_losses

@@ -14,9 +14,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_spec.core.device import Ragged, bucket
 from hf_spec.core.tree import Tree
+from hf_spec.modeling_patches.forwards import layer_input
 from hf_spec.modeling_patches.modules import decoder_of, num_layers, only_logits, takes
 from hf_spec.modeling_patches.per_call import Changes, step_aside
-from hf_spec.modeling_patches.skipping import layer_input
 from hf_spec.modeling_patches.weights import (
     features,
     in_use,

@@ -21,8 +21,7 @@ from hf_spec.core.checks import check_switch
 from hf_spec.modeling_patches.attention_masks import runs_kernel
 from hf_spec.modeling_patches.fingerprint import Fingerprint
 from hf_spec.modeling_patches.modules import unwrapped
-from hf_spec.modeling_patches.ranks import tensor_parallel_size
-from hf_spec.modeling_patches.weights import placement
+from hf_spec.modeling_patches.weights import placement, tensor_parallel_size
 from hf_spec.target.captures import RECORDERS
 from hf_spec.threads import memory
 

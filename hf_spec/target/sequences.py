@@ -31,9 +31,8 @@ from hf_spec.modeling_patches.modules import (
     only_logits,
 )
 from hf_spec.modeling_patches.per_call import Changes, changing
-from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.support import checkpoints
-from hf_spec.modeling_patches.weights import output_features, placement
+from hf_spec.modeling_patches.weights import Ranks, output_features, placement
 from hf_spec.target.hidden_states import captured, model_logits, supported_kwargs
 from hf_spec.target.target import ProbeInputs, first_near
 

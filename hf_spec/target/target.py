@@ -20,7 +20,7 @@ from hf_spec.core.pruning import Pruning, keep_likely
 from hf_spec.core.tree import Tree, filled
 from hf_spec.core.verify import HostResult, StepResult, VerifyProgram
 from hf_spec.modeling_patches.attention_masks import Local, TreeAttention
-from hf_spec.modeling_patches.dynamic_rope import DynamicRope, rope_ends
+from hf_spec.modeling_patches.forwards import Choose, DynamicRope, early_pruning, rope_ends
 from hf_spec.modeling_patches.linear_attention import Running, tree_recurrences
 from hf_spec.modeling_patches.low_rank import LowRank
 from hf_spec.modeling_patches.modules import (
@@ -31,9 +31,7 @@ from hf_spec.modeling_patches.modules import (
     takes,
 )
 from hf_spec.modeling_patches.per_call import Changes
-from hf_spec.modeling_patches.ranks import Ranks
-from hf_spec.modeling_patches.skipping import Choose, early_pruning
-from hf_spec.modeling_patches.weights import placement
+from hf_spec.modeling_patches.weights import Ranks, placement
 from hf_spec.target.graphs import TOLERANCE, DraftProgram, Graphs, difference
 from hf_spec.target.hidden_states import (
     NO_STATES,

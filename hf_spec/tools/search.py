@@ -17,8 +17,8 @@ import optuna
 
 from hf_spec.adapters.config import fingerprint
 from hf_spec.core.checks import check_same_settings, explained
+from hf_spec.modeling_patches.forwards import LayerSkipper
 from hf_spec.modeling_patches.modules import num_layers
-from hf_spec.modeling_patches.skipping import LayerSkipper
 from hf_spec.threads import forget
 from hf_spec.tools.bench.contenders import Contender, contender_of
 from hf_spec.tools.bench.environment import device_of

@@ -20,8 +20,8 @@ from hf_spec.core.verify import HostResult
 from hf_spec.decoding.sequences import Snapshot
 from hf_spec.draft.state import DecodeState
 from hf_spec.methods.layer_skip import LayerSkipOptions, LayerSkipPredictor, ThresholdExit
+from hf_spec.modeling_patches.forwards import LayerSkipper
 from hf_spec.modeling_patches.modules import CACHE
-from hf_spec.modeling_patches.skipping import LayerSkipper
 from hf_spec.target.target import Target
 from hf_spec.threads import forget
 
