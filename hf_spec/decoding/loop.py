@@ -24,11 +24,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_spec.core.device import bucket
 from hf_spec.core.stats import SpecStats, Stopwatch
-from hf_spec.decoding.acceptance import Acceptance
+from hf_spec.decoding.acceptance import Acceptance, Scorer
 from hf_spec.decoding.cache_reuse import CacheOwner, check_alone
 from hf_spec.decoding.call import validate_call
 from hf_spec.decoding.prefill import WHOLE, Parts, Prompt, prompt_ids, real_tokens
-from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.decoding.shared import places_taken, refusal, take_filled_up
 from hf_spec.decoding.sharing import StepSharing

@@ -15,9 +15,8 @@ from hf_spec.core.device import FollowsRows, bucket, follows, to_device
 from hf_spec.core.stats import PHASES, SpecStats, Stopwatch
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.decoding.acceptance import Acceptance
+from hf_spec.decoding.acceptance import Acceptance, Scorer
 from hf_spec.decoding.cache_reuse import CacheOwner
-from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.sequences import Sequences, Snapshot
 from hf_spec.decoding.step import Steps, details_of
 from hf_spec.decoding.strategy import Strategy

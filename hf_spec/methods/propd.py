@@ -32,9 +32,8 @@ from hf_spec.modeling_patches.linear_attention import recurrent_rules
 from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.modeling_patches.weights import output_features, placement
-from hf_spec.predict.heads import HeadPredictor, HeadsAdapter, HeadsConfig
 from hf_spec.predict.losses import Ahead, heads_loss, mean_loss, own_predictions, prediction_losses
-from hf_spec.predict.table import Predictions, reweighed
+from hf_spec.predict.table import HeadPredictor, HeadsAdapter, HeadsConfig, Predictions, reweighed
 from hf_spec.target.hidden_states import gather_hidden, model_logits
 from hf_spec.target.sequences import token_hidden
 from hf_spec.threads import locked, recall

@@ -16,7 +16,6 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core import mask as masks
 from hf_spec.core.checks import MAX_FUTURE, count, setting
 from hf_spec.predict.blocks import BlockNetwork, block_sequences
-from hf_spec.predict.heads import PROJECTION, head_states, projected
 from hf_spec.predict.markov import (
     ConditionalHead,
     DraftVocabulary,
@@ -25,6 +24,7 @@ from hf_spec.predict.markov import (
     places_of,
 )
 from hf_spec.predict.network import DraftNetwork
+from hf_spec.predict.table import PROJECTION, head_states, projected
 from hf_spec.target.hidden_states import Head, gather_hidden, model_logits
 from hf_spec.target.sequences import IGNORED, token_hidden, token_states
 

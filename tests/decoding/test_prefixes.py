@@ -21,8 +21,7 @@ from transformers import DynamicCache
 import hf_spec
 from hf_spec import StepSharing, last_stats, share_steps
 from hf_spec.cache.tree_cache import TreeCache, take_over
-from hf_spec.decoding.cache_reuse import CacheOwner
-from hf_spec.decoding.prefixes import LEAST, Prefixes
+from hf_spec.decoding.cache_reuse import LEAST, CacheOwner, Prefixes
 from hf_spec.decoding.shared import SharedSteps
 from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches.modules import CACHE

@@ -21,8 +21,7 @@ from hf_spec.core.checks import check_range
 from hf_spec.core.device import Ragged, bucket, to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
-from hf_spec.decoding.acceptance import Acceptance
-from hf_spec.decoding.scoring import Scorer
+from hf_spec.decoding.acceptance import Acceptance, Scorer
 from hf_spec.draft.options import DraftOptions
 from hf_spec.threads import forget, memory
 
