@@ -14,8 +14,8 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_spec.core.device import FollowsRows, is_async, to_device
 from hf_spec.core.pruning import Pruning
-from hf_spec.core.shapes import ProbeGroup, TokenTree
-from hf_spec.core.tree import HostTree, Row, Tree
+from hf_spec.core.shapes import HostTree, ProbeGroup, Row, TokenTree
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.draft.grow import GoesOn, grow, levels_of, ranked
 from hf_spec.draft.learned import Array

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_spec.core.tree import HostTree
+from hf_spec.core.shapes import HostTree
 from hf_spec.threads import locked
 
 Array = np.ndarray[Any, np.dtype[Any]]

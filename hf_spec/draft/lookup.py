@@ -19,7 +19,8 @@ from hf_spec.core.checks import (
     setting,
 )
 from hf_spec.core.device import FollowsRows, to_device
-from hf_spec.core.tree import HostTree, Row, Tree
+from hf_spec.core.shapes import HostTree, Row
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.threads import locked
 

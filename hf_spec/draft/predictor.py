@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_spec.core.device import FollowsRows, Holds
-from hf_spec.core.shapes import ProbeGroup, TokenTree, TreeStates
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.shapes import ProbeGroup, Row, TokenTree, TreeStates
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.draft.grow import Expands, GoesOn
 from hf_spec.draft.learned import Calibration

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from hf_spec.core.checks import MAX_HISTORY, check_count, check_range, first_line
-from hf_spec.core.tree import Row
+from hf_spec.core.shapes import Row
 from hf_spec.draft.state import DecodeState
 from hf_spec.files import replacing
 from hf_spec.modeling_patches.weights import is_plain, vocabulary, weights_version

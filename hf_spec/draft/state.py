@@ -11,8 +11,9 @@ from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.device import FollowsRows, to_device
+from hf_spec.core.shapes import HostTree, Row
 from hf_spec.core.stats import SpecStats
-from hf_spec.core.tree import HostTree, Row, Tree
+from hf_spec.core.tree import Tree
 from hf_spec.draft.forced import BatchForced
 from hf_spec.draft.lookup import BatchLookup
 from hf_spec.target.noise import SamplingNoise

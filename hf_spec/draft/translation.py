@@ -21,7 +21,7 @@ import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hf_spec.core.device import to_device
-from hf_spec.core.tree import Row
+from hf_spec.core.shapes import Row
 from hf_spec.modeling_patches.weights import placement, vocabulary
 from hf_spec.threads import locked, memory
 

@@ -19,7 +19,8 @@ from transformers import DynamicCache
 from hf_spec.cache.attention import aligned
 from hf_spec.cache.tree_cache import TreeCache, take_over
 from hf_spec.core.device import Holds, is_async, to_device
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.shapes import Row
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import Frontier, extended, grow
 from hf_spec.draft.options import key_of

@@ -23,8 +23,8 @@ from hf_spec.core.checks import (
     setting,
 )
 from hf_spec.core.device import to_device
-from hf_spec.core.shapes import ProbeGroup, TokenTree
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.shapes import ProbeGroup, Row, TokenTree
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, sample
 from hf_spec.draft.grow import Children, Frontier, GoesOn
 from hf_spec.draft.options import AUTO, DraftOptions, key_of, samples_drafts

@@ -19,8 +19,8 @@ from torch import Tensor
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import find_active
 from hf_spec.core.device import Holds, is_async, to_device
-from hf_spec.core.shapes import TreeStates
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.shapes import Row, TreeStates
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import Children, Expands, Frontier, grow
 from hf_spec.draft.options import ADAPTIVE, CHAIN

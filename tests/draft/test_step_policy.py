@@ -25,9 +25,9 @@ from running import needed
 
 import hf_spec
 from hf_spec.core.device import bucket
-from hf_spec.core.shapes import ProbeGroup, TokenTree
+from hf_spec.core.shapes import ProbeGroup, Row, TokenTree
 from hf_spec.core.stats import SpecStats
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.tree import Tree
 from hf_spec.draft.learned import WARM_UP, Array, Average, Calibration, Learned, StepTimes
 from hf_spec.draft.policy import (
     SIZES,

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.shapes import Row
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.decoding.sequences import Snapshot
 from hf_spec.draft.state import DecodeState

@@ -9,7 +9,8 @@ from conftest import check_same, prompt, ragged
 from running import CAPTURED, default_dtype, drafting
 
 import hf_spec
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.shapes import Row
+from hf_spec.core.tree import Tree
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.draft.grow import Children, Frontier
 from hf_spec.methods.registry import get_method, methods
