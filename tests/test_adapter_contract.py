@@ -36,7 +36,7 @@ from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches.modules import CACHE
 from hf_spec.predict.network import LevelPredictor
 from hf_spec.threads import forget
-from hf_spec.tools.hub.card import write_card
+from hf_spec.tools.hub import write_card
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 METHODS = {name: method for name, method in methods().items() if method.adapter_config}

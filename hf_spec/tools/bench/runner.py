@@ -29,8 +29,10 @@ from hf_spec.target.packed_weights import packed_weights
 from hf_spec.threads import exchange
 from hf_spec.tools.bench.contenders import (
     BASELINE,
+    RATES,
     STOCK_BATCHES,
     Contender,
+    SyntheticRates,
     contender_of,
     needs_assistant,
     parse_names,
@@ -39,7 +41,6 @@ from hf_spec.tools.bench.contenders import (
 )
 from hf_spec.tools.bench.prompts import batches, encode, encode_prompts, next_turn, spread
 from hf_spec.tools.bench.results import Agreement, BenchResult, Measurement, classify
-from hf_spec.tools.bench.synthetic import OPTION, SyntheticRates
 from hf_spec.tools.data import ALL, Prompt, Row, example, progress_bar
 
 T = TypeVar("T")
@@ -362,7 +363,7 @@ def run(
     _check(prompts, contenders, batch_sizes, max_new_tokens, limit, synthetic)
     if continuous and (compiled or synthetic is not None):
         raise ValueError(
-            f"continuous batches with {'compiled steps' if compiled else OPTION}: rows are not "
+            f"continuous batches with {'compiled steps' if compiled else RATES}: rows are not "
             "admitted there. Leave one out."
         )
     if compiled == CUDA_GRAPHS:
@@ -483,7 +484,7 @@ def _check(
         check_count("batch_size", size)
     stock = [item.name for item in contenders if item.single_row]
     if synthetic and stock:
-        raise ValueError(f"{stock[0]} accepts by itself, not by {OPTION}: leave it out")
+        raise ValueError(f"{stock[0]} accepts by itself, not by {RATES}: leave it out")
 
 
 def _turns(result: BenchResult, size: int, continuous: bool) -> list[Turn]:

@@ -444,8 +444,8 @@ def train(
     if not record:  # not the main process
         return
 
-    from hf_spec.tools.hub.card import write_card
-    from hf_spec.tools.training.evaluation import outcome
+    from hf_spec.tools.hub import write_card
+    from hf_spec.tools.training.trainer import outcome
 
     write_card(output)
     for line in outcome(record):

@@ -32,7 +32,7 @@ from hf_spec.modeling_patches.support import check_model
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.sequences import KEEPER
 from hf_spec.tools.bench.environment import PACKAGES, device_name, package_version
-from hf_spec.tools.hub.folder import TRAINING, attached, save_adapter, save_spec_config
+from hf_spec.tools.hub import TRAINING, attached, save_adapter, save_spec_config
 from hf_spec.tools.training.arguments import (
     SpecArguments,
     config_fields,
@@ -50,8 +50,7 @@ from hf_spec.tools.training.dataset import (
     spans,
     split,
 )
-from hf_spec.tools.training.evaluation import EvalDecoding
-from hf_spec.tools.training.trainer import SpecTrainer, gathered, save_model
+from hf_spec.tools.training.trainer import EvalDecoding, SpecTrainer, gathered, save_model
 
 logger = logging.getLogger(__name__)
 
