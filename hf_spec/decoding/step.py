@@ -242,7 +242,7 @@ class Steps:
         state, policy, limits = self.state, self.policy, _depth_limits(self.state)
         alone, known = self.strategy.alone, None
         if self.earlier is not None and not alone:
-            known = self.earlier.rows(state)
+            known = self.earlier.rows(state.sequences.rows, state.tokens, state.active, state.noise)
         if known is not None:
             self._end(False)
             return Tree.of_rows(known, state.root.device).within(limits), True
