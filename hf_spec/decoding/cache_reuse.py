@@ -12,7 +12,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from hf_spec.cache.tree_cache import TreeCache, unpack_into
 from hf_spec.decoding.sequences import Sequences
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState
 from hf_spec.modeling_patches.attention_masks import sees_beyond_windows, window_sizes
 from hf_spec.modeling_patches.fingerprint import ALIKE
 from hf_spec.modeling_patches.forwards import DynamicRope, recompute_end

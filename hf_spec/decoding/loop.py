@@ -45,7 +45,7 @@ from hf_spec.draft.lookup import BatchLookup, Limits
 from hf_spec.draft.lookup_file import history_of
 from hf_spec.draft.options import AUTO
 from hf_spec.draft.policy import StepPolicy
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState
 from hf_spec.draft.translation import Assistant
 from hf_spec.modeling_patches.modules import CACHE, only_logits, unwrapped
 from hf_spec.modeling_patches.support import check_length

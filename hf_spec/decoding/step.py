@@ -23,8 +23,8 @@ from hf_spec.decoding.strategy import Strategy
 from hf_spec.draft.drafter import Outcome
 from hf_spec.draft.lookup import History, merged
 from hf_spec.draft.policy import StepPolicy, step_shapes
+from hf_spec.draft.predictor import DecodeState
 from hf_spec.draft.rollouts import Earlier
-from hf_spec.draft.state import DecodeState
 from hf_spec.target.graphs import DraftProgram, Graphs
 from hf_spec.target.hidden_states import Read
 from hf_spec.target.target import Output, Prefilled

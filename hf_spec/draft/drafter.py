@@ -21,8 +21,7 @@ from hf_spec.draft.grow import GoesOn, grow, levels_of, ranked
 from hf_spec.draft.learned import Array
 from hf_spec.draft.options import ADAPTIVE, TREE_OPTIONS, DraftOptions
 from hf_spec.draft.policy import amount, recurring_amount
-from hf_spec.draft.predictor import MakeTree, Predictor
-from hf_spec.draft.state import DecodeState, Grown
+from hf_spec.draft.predictor import DecodeState, Grown, MakeTree, Predictor
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.target.graphs import DraftProgram
 from hf_spec.target.hidden_states import Predicted, Read, Reads

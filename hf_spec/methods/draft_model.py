@@ -25,7 +25,7 @@ from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import Frontier, extended, grow
 from hf_spec.draft.options import key_of
 from hf_spec.draft.policy import amount
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState
 from hf_spec.draft.translation import Assistant, Translation, translation
 from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.attention_masks import TreeAttention

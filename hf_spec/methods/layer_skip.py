@@ -29,8 +29,7 @@ from hf_spec.core.verify import HostResult, sample
 from hf_spec.draft.grow import Children, Frontier, GoesOn
 from hf_spec.draft.options import AUTO, DraftOptions, key_of, samples_drafts
 from hf_spec.draft.policy import DraftExit, LevelCost
-from hf_spec.draft.predictor import FORWARDS, Predictor
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import FORWARDS, DecodeState, Predictor
 from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.forwards import LayerSkipper
 from hf_spec.modeling_patches.low_rank import MergedCopies

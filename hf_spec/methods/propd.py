@@ -24,8 +24,7 @@ from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.grow import Children, Frontier
 from hf_spec.draft.learned import Array
 from hf_spec.draft.options import TREE_OPTIONS, DraftOptions, refuse
-from hf_spec.draft.predictor import FORWARDS
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import FORWARDS, DecodeState
 from hf_spec.methods.registry import Method, get_method
 from hf_spec.modeling_patches.forwards import layer_input
 from hf_spec.modeling_patches.linear_attention import recurrent_rules

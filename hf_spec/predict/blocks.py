@@ -33,7 +33,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import Children, Frontier
 from hf_spec.draft.options import DraftOptions
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState
 from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.weights import input_features, output_features, placement
 from hf_spec.predict.block_heads import (

@@ -25,8 +25,7 @@ from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import Children, Expands, Frontier, grow
 from hf_spec.draft.options import ADAPTIVE, CHAIN
 from hf_spec.draft.policy import LevelCost, amount
-from hf_spec.draft.predictor import Predictor
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState, Predictor
 from hf_spec.modeling_patches.weights import made_anew, vocabulary
 from hf_spec.predict.table import chain_tree, static_tree
 from hf_spec.target.hidden_states import NUM_READ, Predicted, Reads, gather_hidden

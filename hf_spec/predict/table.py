@@ -23,8 +23,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import Children, Frontier, levels_of, ranked
 from hf_spec.draft.options import ADAPTIVE, CHAIN, DraftOptions
-from hf_spec.draft.predictor import MakeTree, Predictor
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState, MakeTree, Predictor
 from hf_spec.modeling_patches.weights import (
     output_bias,
     output_dtype,

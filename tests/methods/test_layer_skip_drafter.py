@@ -19,7 +19,7 @@ from hf_spec.core.shapes import Row
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.decoding.sequences import Snapshot
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState
 from hf_spec.methods.layer_skip import LayerSkipOptions, LayerSkipPredictor, ThresholdExit
 from hf_spec.modeling_patches.forwards import LayerSkipper
 from hf_spec.modeling_patches.modules import CACHE
