@@ -1,7 +1,6 @@
 """Prompts that begin as ended calls do begin with their states."""
 
 import random
-from collections.abc import Iterator
 from itertools import permutations
 from typing import Any
 
@@ -34,12 +33,6 @@ WIDTH = 24
 @pytest.fixture
 def model() -> Any:
     return shared("llama_tied")
-
-
-@pytest.fixture
-def sharing(model: Any) -> Iterator[StepSharing]:
-    with share_steps(model) as found:
-        yield found
 
 
 def reused(model: Any) -> int:

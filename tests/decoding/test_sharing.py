@@ -49,15 +49,6 @@ def model() -> Any:
     return shared("llama_tied")
 
 
-@pytest.fixture
-def sharing(model: Any) -> Iterator[StepSharing]:
-    with share_steps(model) as found:
-        yield found
-    assert StepSharing.of(model) is None
-    assert not found.rows and not found.cached_tokens
-    wait_until(lambda: not found._batches)
-
-
 def wait_until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE
     while not holds():
