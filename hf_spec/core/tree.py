@@ -21,8 +21,8 @@ from hf_spec.threads import cached_property
 #
 # Node 0 is the **root**: the last emitted token, already certain. The draft tokens follow, parents
 # before their children. *Probes* come last: nodes that cannot be accepted, with learned embeddings
-# in place of token embeddings (:mod:`.probes`). What a node sees, its ``ancestors``, is the one
-# fact derived from the rest: the attention mask and the verification both read it.
+# in place of token embeddings (:class:`ProbeGroup`). What a node sees, its ``ancestors``, is the
+# one fact derived from the rest: the attention mask and the verification both read it.
 
 
 #: Share of a batch's places with a node, below which its padding is worth leaving out.

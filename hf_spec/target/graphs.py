@@ -131,7 +131,7 @@ def compiled_parts(backend: str, options: dict[str, Any]) -> AnySize:
 # -- Compiled and recorded functions of a model, kept between calls --------------------------------
 #
 # A function is compiled for its inputs' shapes, unless the backend is ``cudagraphs``; parts of
-# graphs that differ in one size share code (:mod:`.any_size`). It is captured by running it on
+# graphs that differ in one size share code (:mod:`.graph_parts`). It is captured by running it on
 # tensors without data (`torch.fx`): all Python code, hooks and context variables included, runs
 # then, and only tensor operations remain. A compiler gets these without guards: what guards would
 # check is part of the key under which the code is kept (:meth:`Graphs.get`), and the model's
