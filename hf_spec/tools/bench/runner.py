@@ -21,6 +21,7 @@ import hf_spec
 from hf_spec.adapters.loading import active_names, fine_tunes
 from hf_spec.core.checks import check_count, explained
 from hf_spec.core.stats import SpecStats, synchronize
+from hf_spec.decoding.sequences import eos_ids, pad_left
 from hf_spec.modeling_patches.modules import unwrapped
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.predict.recycling import learned_table
@@ -71,12 +72,6 @@ def _generation_config(model: Any, tokenizer: Any, greedy: bool, ends: bool) -> 
     if not ends:
         config.eos_token_id = None
     return config
-
-
-def eos_ids(config: Any) -> list[int]:
-    """The tokens that end a text, by a generation config."""
-    eos = config.eos_token_id
-    return [eos] if isinstance(eos, int) else list(eos or ())
 
 
 class Turn(NamedTuple):
@@ -279,16 +274,6 @@ class Session:
         if stats is None or stats is before:
             raise RuntimeError("generate() left no statistics: the strategy did not run")
         return seconds, sequences, None, stats
-
-
-def pad_left(
-    rows: Sequence[Sequence[int]], pad: int, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Sequences as left-padded ``input_ids`` and ``attention_mask``, both ``(batch, seq)``."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + [*row] for row in rows], device=device)
-    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-    return {"input_ids": ids, "attention_mask": torch.tensor(mask, device=device)}
 
 
 def continuous(

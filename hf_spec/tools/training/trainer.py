@@ -27,11 +27,11 @@ from hf_spec.adapters.layer import CONTAINER
 from hf_spec.adapters.loading import find_active
 from hf_spec.core.checks import duration
 from hf_spec.core.stats import SpecStats
+from hf_spec.decoding.sequences import pad_left
 from hf_spec.files import staging
 from hf_spec.modeling_patches.modules import decoder_layers
 from hf_spec.target.sequences import IGNORED
 from hf_spec.threads import forget
-from hf_spec.tools.bench.runner import pad_left
 from hf_spec.tools.training.dataset import SimilarLengths
 
 # -- What a training reports: acceptance by decoding, accuracies, a bar and lines for people -------
