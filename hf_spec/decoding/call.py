@@ -38,7 +38,7 @@ from hf_spec.modeling_patches.support import (
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.captures import CUDA_GRAPHS
 from hf_spec.target.graphs import Graphs
-from hf_spec.target.recording import Call, Recording, is_asked
+from hf_spec.target.recording import CallFacts, Recording, is_asked
 from hf_spec.threads import memory
 
 # -- ``SpecConfig``: a generation configuration that names a strategy ------------------------------
@@ -308,7 +308,7 @@ def ask_for_compiling(config: GenerationConfig) -> None:
 
 
 def graphs_for(
-    model: Any, config: GenerationConfig, drafter: Drafter, kind: Hashable, call: Call
+    model: Any, config: GenerationConfig, drafter: Drafter, kind: Hashable, call: CallFacts
 ) -> tuple[Graphs | None, Recording]:
     """Compiled code for a call's steps, None if they are not to be compiled; and whether they are
     recorded.

@@ -81,7 +81,7 @@ class Predictions:
     def _choose(self, logits: Tensor, scores: Tensor, width: int) -> None:
         """Choose tokens; ``scores`` are the logits, or what sampling makes of them."""
         width = width if self._head is None else max(width, SHORTLIST)
-        chosen, self.log_probs = likeliest(scores, width)
+        chosen, self.log_probs = top_log_probs(scores, width)
         self.tokens = self._named(chosen)
         #: :meth:`given` each possible previous token: a tree's root at distance 1,
         #: and :attr:`tokens` of the previous distance, in order, at the others.
@@ -150,7 +150,9 @@ def distribution(scores: Tensor) -> Tensor:
     return scores.softmax(-1).nan_to_num(1 / scores.shape[-1])
 
 
-def likeliest(logits: Tensor, width: int, others: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def top_log_probs(
+    logits: Tensor, width: int, others: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Indices of the ``width`` largest of logits ``(..., vocab)``, or all, largest first, and their
     log-probabilities, in float32 at least. ``others``, ``(..., 1)``, is the logarithm of the sum of
     the exponentials of further logits.

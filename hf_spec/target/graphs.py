@@ -141,7 +141,7 @@ def compiled_parts(backend: str, options: dict[str, Any]) -> AnySize:
 # (:mod:`.captures`), for these places in memory. Before anything is used, its results, and what it
 # writes, are compared with the function's, on several inputs (:data:`CHECKS`). Rounding can make
 # another choice, such as of one of two experts that are equally likely: code that differs is
-# checked once more, and refused if it goes on (:attr:`.recording.Limits.tries`).
+# checked once more, and refused if it goes on (:attr:`.recording.RecordLimits.tries`).
 
 logger = logging.getLogger(__name__)
 

@@ -383,12 +383,12 @@ def test_where_it_is_not_recorded(
         assert why in str(_why(model)), _why(model)
     assert why in caplog.text
     hf_spec.record(model)  # who asks for it gets it
-    assert recording.Recording.of(model, recording.Call(fingerprint(model))).on
+    assert recording.Recording.of(model, recording.CallFacts(fingerprint(model))).on
 
 
 def _why(model: Any) -> str | None:
     """Why a call would not be recorded."""
-    return recording.Recording.of(model, recording.Call(fingerprint(model))).why
+    return recording.Recording.of(model, recording.CallFacts(fingerprint(model))).why
 
 
 @pytest.mark.parametrize(
