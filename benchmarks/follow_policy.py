@@ -31,9 +31,8 @@ from transformers import (
 )
 
 import hf_spec
-from hf_spec.adapters.online import OnlineTraining
 from hf_spec.core.stats import PHASES, SpecStats
-from hf_spec.integrations import TRLCallback
+from hf_spec.integrations import OnlineTraining, TRLCallback
 
 DEMO = Path(hf_spec.__file__).parent / "tools" / "demo"
 #: Files of the library, tokens of a text and of a prompt, prompts, and answers of a step.

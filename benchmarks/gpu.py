@@ -40,9 +40,8 @@ import hf_spec
 from hf_spec.core.checks import first_line
 from hf_spec.core.stats import synchronize
 from hf_spec.files import read_json, write_json
-from hf_spec.tools.bench.contenders import STOCK_ASSISTED, STOCK_LOOKUP
+from hf_spec.tools.bench.contenders import STOCK_ASSISTED, STOCK_LOOKUP, SyntheticRates
 from hf_spec.tools.bench.results import aligned
-from hf_spec.tools.bench.synthetic import SyntheticRates
 from hf_spec.tools.cli.common import whole_numbers
 
 #: Seconds until a process measures, for a row, and for one that compiles.

@@ -18,9 +18,8 @@ from gpu_model import Cell, Row
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_spec.core import mask as masks
 from hf_spec.core.shapes import TokenTree
-from hf_spec.core.tree import Tree
+from hf_spec.core.tree import Tree, packed_mask
 from hf_spec.modeling_patches.attention_masks import unpacked
 
 #: Heads, key-value heads, dimension of a layer: Llama's of 8B parameters; on CPUs a small one.
@@ -82,7 +81,7 @@ def layer(cell: Cell, device: torch.device, dtype: torch.dtype, tune: bool) -> R
     key, value = (
         torch.randn(batch, kv_heads, slots, dim, device=device, dtype=dtype) for _ in "kv"
     )
-    mask = masks.packed(tree.ancestors, lengths)
+    mask = packed_mask(tree.ancestors, lengths)
     seen = unpacked(mask, slots).repeat(1, 1, heads // kv_heads, 1)
     added = torch.zeros(seen.shape, device=device, dtype=dtype).masked_fill_(~seen, -torch.inf)
     del seen

@@ -24,10 +24,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import hf_spec
 from hf_spec.core.checks import first_line
-from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats, synchronize
 from hf_spec.target import recording
 from hf_spec.target.captures import RECORDERS, Captured
+from hf_spec.threads import memory
 
 ROOT = Path(__file__).parents[1]
 #: Tests that record CUDA graphs where models are on a GPU, and the seconds that they may take.

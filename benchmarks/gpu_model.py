@@ -21,12 +21,12 @@ from transformers import (
 from wide import SHAPES, Shape, built, widen_adapter, widened
 
 import hf_spec
+from hf_spec.decoding.sequences import pad_left
 from hf_spec.modeling_patches.attention_masks import TREE_ATTENTION
 from hf_spec.target.captures import CUDA_GRAPHS
 from hf_spec.tools.bench import contenders as entries
+from hf_spec.tools.bench.contenders import SyntheticRates
 from hf_spec.tools.bench.prompts import BUNDLED, encode, read_prompts, spread
-from hf_spec.tools.bench.runner import pad_left
-from hf_spec.tools.bench.synthetic import SyntheticRates
 
 Row = dict[str, Any]
 #: Plain generation by Transformers.

@@ -25,7 +25,6 @@ from transformers import StoppingCriteria
 
 import hf_spec
 from hf_spec.cache.tree_cache import TreeCache, take_over
-from hf_spec.core.memory import memory
 from hf_spec.core.stats import PHASES, synchronize
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.step import Steps
@@ -33,6 +32,7 @@ from hf_spec.modeling_patches.modules import CACHE
 from hf_spec.target.compiled import CompiledTarget
 from hf_spec.target.graphs import Graphs
 from hf_spec.target.target import Target
+from hf_spec.threads import memory
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.runner import MOST_COMPILING
 

@@ -20,7 +20,6 @@ import measured
 import torch
 
 import hf_spec
-from hf_spec.core.memory import forget
 from hf_spec.core.stats import SpecStats
 from hf_spec.files import read_json, write_json
 from hf_spec.predict import recycling
@@ -30,6 +29,7 @@ from hf_spec.predict.recycling import (
     SuccessorTable,
     learned_table,
 )
+from hf_spec.threads import forget
 from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
 from hf_spec.tools.loading import load_model
 

@@ -40,9 +40,10 @@ import torch
 
 from hf_spec import share_steps
 from hf_spec.core.checks import first_line
-from hf_spec.core.memory import exchange
+from hf_spec.decoding.sequences import eos_ids
 from hf_spec.files import read_json, write_json
 from hf_spec.modeling_patches.modules import unwrapped
+from hf_spec.threads import exchange
 from hf_spec.tools.bench.contenders import (
     BASELINE,
     STOCK_BATCHES,
@@ -53,7 +54,7 @@ from hf_spec.tools.bench.contenders import (
 from hf_spec.tools.bench.contenders import with_compiled as and_compiled
 from hf_spec.tools.bench.environment import environment_of
 from hf_spec.tools.bench.prompts import encode_prompts, read_prompts, spread
-from hf_spec.tools.bench.runner import Session, eos_ids, rotated
+from hf_spec.tools.bench.runner import Session, rotated
 from hf_spec.tools.loading import load_model, read_adapters
 
 WORKER = Path(__file__).with_name("vllm_worker.py")

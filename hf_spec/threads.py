@@ -1,4 +1,4 @@
-"""What threads share: locks, and the cores.
+"""What threads share: locks, the cores, and what is kept between calls for a model.
 
 A process may fork at any time: a server's workers, a data loader's. A child has only the thread
 that forked. A lock that another one held then would stay locked in the child for ever, and what it
@@ -11,11 +11,13 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def new_lock(awaited: bool = False) -> Any:
@@ -45,6 +47,12 @@ def new_lock(awaited: bool = False) -> Any:
 
     os.register_at_fork(after_in_child=renew)
     return lock
+
+
+#: Held while code is launched that shares memory with all other code, until its results are copied,
+#: also where a function is recorded, and where the default generator draws random numbers: PyTorch
+#: 2.11 draws none, and replays no graph, in other threads while one captures.
+RUNNING = new_lock()
 
 
 class cached_property(Generic[T]):
@@ -95,3 +103,55 @@ def _pauses() -> list[Callable[[int], int]]:
     files = {line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line}
     found = [getattr(ctypes.CDLL(one), "omp_pause_resource_all", None) for one in sorted(files)]
     return [one for one in found if one is not None]
+
+
+# -- What is kept between calls for a model --------------------------------------------------------
+#
+# It is the only such store, freed with the model. Calls in several threads share it: functions that
+# read or change it are wrapped by :func:`locked`.
+
+_LOCK = new_lock(awaited=True)
+_MEMORIES: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+#: Key of what was learned from decoding.
+_LEARNED = "learned"
+
+
+def locked(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: at most one thread at a time runs the function."""
+
+    @functools.wraps(function)
+    def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _LOCK:
+            return function(*args, **kwargs)
+
+    return waiting
+
+
+@locked
+def memory(model: Any) -> dict[Hashable, Any]:
+    """The values that are kept for a model, by name."""
+    return _MEMORIES.setdefault(model, {})
+
+
+@locked
+def recall(model: Any, key: Hashable, make: Callable[[], T]) -> T:
+    """What earlier calls have learned under this key; created if there is nothing."""
+    learned = memory(model).setdefault(_LEARNED, {})
+    if key not in learned:
+        learned[key] = make()
+    return learned[key]
+
+
+@locked
+def forget(model: Any) -> None:
+    """Forget everything that was learned about a model, so that calls can be compared."""
+    memory(model).pop(_LEARNED, None)
+
+
+@locked
+def exchange(model: Any, learned: dict[Hashable, Any]) -> dict[Hashable, Any]:
+    """Go on with what was learned elsewhere; returns what was learned about a model so far."""
+    known = memory(model)
+    before: dict[Hashable, Any] = known.get(_LEARNED, {})
+    known[_LEARNED] = learned
+    return before

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_spec.modeling_patches.per_call import Changes, plain
-from hf_spec.modeling_patches.ranks import own_share, summed
-from hf_spec.modeling_patches.weights import made_anew
+from hf_spec.modeling_patches.weights import made_anew, own_share, summed
 from hf_spec.threads import cached_property, new_lock
 
 # --------------------------------------------------------------------------------------------------

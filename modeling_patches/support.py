@@ -10,8 +10,7 @@ from transformers import DynamicCache
 
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
 from hf_spec.modeling_patches.modules import CACHE, takes
-from hf_spec.modeling_patches.ranks import tensor_parallel_size
-from hf_spec.modeling_patches.weights import placement
+from hf_spec.modeling_patches.weights import placement, tensor_parallel_size
 
 #: Architectures whose tree forward is tested against plain generation.
 VERIFIED = frozenset(

@@ -460,6 +460,21 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
+def sharing(model: PreTrainedModel) -> Iterator[Any]:
+    """Calls of the fixture ``model``, which a test's module has, share their steps; at the end
+    nothing is left of them."""
+    from test_sharing import wait_until
+
+    from hf_spec import StepSharing, share_steps
+
+    with share_steps(model) as found:
+        yield found
+    assert StepSharing.of(model) is None
+    assert not found.rows and not found.cached_tokens
+    wait_until(lambda: not found._batches)
+
+
+@pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading a model fails the test."""
 

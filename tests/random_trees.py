@@ -3,8 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from hf_spec.core.shapes import ProbeGroup, TokenTree
-from hf_spec.core.tree import Row
+from hf_spec.core.shapes import ProbeGroup, Row, TokenTree
 
 #: Two probes per distance, as PPD's ensembles have them: those of one ensemble see each other.
 ENSEMBLE = ProbeGroup(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_spec.tools.hub.transfer import export_adapter, import_adapter, recognized
+from hf_spec.tools.transfer import export_adapter, import_adapter, recognized
 
 #: What config.json holds, and tensors by name.
 Files = tuple[dict[str, Any], dict[str, Tensor]]

@@ -32,11 +32,11 @@ from hf_spec.adapters.checkpoint import WEIGHTS, read_weights
 from hf_spec.adapters.config import PredictingConfig
 from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import random_anchors
-from hf_spec.core.memory import forget
 from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches.modules import CACHE
 from hf_spec.predict.network import LevelPredictor
-from hf_spec.tools.hub.card import write_card
+from hf_spec.threads import forget
+from hf_spec.tools.hub import write_card
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 METHODS = {name: method for name, method in methods().items() if method.adapter_config}

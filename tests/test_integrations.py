@@ -23,12 +23,11 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_spec import integrations
 from hf_spec.adapters.loading import find_active, load_unattached, save_unattached
-from hf_spec.adapters.online import Text
 from hf_spec.core.stats import SpecStats
 from hf_spec.decoding.loop import _keep, last_stats
 from hf_spec.draft.rollouts import RolloutHistory
 from hf_spec.files import NoRoom
-from hf_spec.integrations import TRLCallback, _Following
+from hf_spec.integrations import Text, TRLCallback, _Following
 from hf_spec.methods.registry import methods
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-TOOLS = ["data", "loading", "training", "search", "bench", "formats", "hub", "demo"]
+TOOLS = ["data", "loading", "training", "search", "bench", "formats", "hub", "transfer", "demo"]
 #: Layers from the bottom up. Packages of one layer may import each other, but not in a circle.
 LAYERS: list[set[str]] = [
     {"hf_spec.threads"},  # locks

@@ -12,14 +12,14 @@ import forks
 import pytest
 from test_layers import our_modules
 
-from hf_spec.core import memory
+from hf_spec import threads
 from hf_spec.decoding.sharing import Turns
 from hf_spec.modeling_patches import low_rank, per_call, served_models
 from hf_spec.target import graphs
 from hf_spec.threads import cached_property, new_lock
 
 LOCKS = {
-    "_LOCK": memory, "RUNNING": memory, "_COMPILING": graphs, "_COPYING": low_rank,
+    "_LOCK": threads, "RUNNING": threads, "_COMPILING": graphs, "_COPYING": low_rank,
     "_installing": per_call, "_preparing": served_models,
 }  # fmt: skip
 #: Forks wait until these are free, so that children find whole what they guard.
@@ -104,7 +104,7 @@ def test_a_strategy_in_a_child() -> None:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
         import hf_spec
-        from hf_spec.core.memory import RUNNING
+        from hf_spec.threads import RUNNING
         from hf_spec.target.graphs import _COMPILING
 
         config = AutoConfig.for_model("llama", vocab_size=31, hidden_size=16, intermediate_size=16,

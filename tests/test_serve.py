@@ -38,8 +38,7 @@ import hf_spec
 from hf_spec import StepSharing
 from hf_spec.core.stats import SpecStats
 from hf_spec.tools import cli
-from hf_spec.tools.cli.metrics import Metrics
-from hf_spec.tools.cli.serve import _prepare_models, _usage
+from hf_spec.tools.cli.serve import Metrics, _prepare_models, _usage
 
 DEMO = Path(hf_spec.__file__).parent / "tools" / "demo"
 MODEL = str(DEMO / "model")

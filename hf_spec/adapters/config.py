@@ -43,11 +43,11 @@ from hf_spec.modeling_patches.weights import input_features, output_features, pl
 # weights.
 #
 # An adapter fits a base of the same shape (`check_facts`). Answers are continued by a model of the
-# same weights only (`fingerprint`).
+# same weights only (`weights_digest`).
 
 #: Fields of a model's config; their names are Transformers' own.
 FACTS = ("model_type", "hidden_size", "num_hidden_layers", "num_key_value_heads", "vocab_size")
-#: Entries per parameter that `fingerprint` reads, evenly spaced.
+#: Entries per parameter that `weights_digest` reads, evenly spaced.
 ENTRIES = 64
 
 
@@ -91,7 +91,7 @@ def check_facts(adapter: str, made_for: dict[str, Any], base: str | None, model:
         )
 
 
-def fingerprint(model: Any) -> str | None:
+def weights_digest(model: Any) -> str | None:
     """16 hex digits that tell models of other weights apart; None if weights are not in memory.
 
     They depend on the dtype, and not on hf_spec's adapters. Changes to entries that are not read

@@ -25,12 +25,11 @@ from hf_spec.adapters.checkpoint import CONFIG, WEIGHTS, Origin, read_weights, r
 from hf_spec.adapters.config import SpecPeftConfig, replacing_adapter, write_companions
 from hf_spec.adapters.layer import Adapter, layer_of, layers_of
 from hf_spec.core.checks import UNFIT, explained
-from hf_spec.core.memory import locked, memory
 from hf_spec.files import is_path, read_json
 from hf_spec.modeling_patches.modules import unwrapped
 from hf_spec.modeling_patches.per_call import patch_method
-from hf_spec.modeling_patches.ranks import same_draws
-from hf_spec.modeling_patches.weights import placement, vocabulary
+from hf_spec.modeling_patches.weights import placement, same_draws, vocabulary
+from hf_spec.threads import locked, memory
 
 # -- The ways in which adapters are loaded, for those of hf_spec; others pass through --------------
 #

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_spec.core import mask as masks
 from hf_spec.core.device import bucket, to_device
+from hf_spec.core.tree import ring_places
 
 # -- A layer of attention: its keys and values, and its index, as the model sees them --------------
 
@@ -292,7 +292,7 @@ class AttentionStates:
 
     Layers of equal shape share buffers, so that a commit is a few gathers and scatters. Token ``i``
     is in slot ``i`` modulo the buffer's slots: that of layers with a window is a ring which keeps
-    the last tokens, and :func:`hf_spec.core.mask.places` says which.
+    the last tokens, and :func:`hf_spec.core.tree.ring_places` says which.
 
     *Front* slots, before the rows' tokens, can hold learned keys and values. They are the same for
     every row, and only forwards that ask for them see them. Slot numbers always count from the
@@ -502,7 +502,7 @@ class AttentionStates:
             if slots > self.slots(window):
                 grown = self._enlarged(storage, members, self.front, slots)
                 own = torch.arange(slots, device=ends.device).expand(len(ends), -1)
-                self._copy(storage, masks.places(ends, slots), grown, own)
+                self._copy(storage, ring_places(ends, slots), grown, own)
                 freed.append(storage)
                 storage = grown
             groups.append((storage, members))
@@ -751,7 +751,7 @@ def _copy_rows(source: Tensor, into: Tensor, front: int, lengths: Tensor | None)
         into[:, :, :count].copy_(source[:, :, :count])
         return
     into[:, :, :front].copy_(source[:, :, :front])
-    tokens = masks.places(lengths, into.shape[2] - front).to(source.device)
+    tokens = ring_places(lengths, into.shape[2] - front).to(source.device)
     slots = front + tokens % (source.shape[2] - front)
     into[:, :, front:].copy_(source.take_along_dim(slots[:, None, :, None], 2))
 

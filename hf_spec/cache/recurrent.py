@@ -32,7 +32,7 @@ class StateSnapshot(NamedTuple):
     tensors: list[Tensor]  # for each group of equal states, (keys, batch, ...)
 
 
-class Committed(NamedTuple):
+class LastStep(NamedTuple):
     """The last step."""
 
     before: StateSnapshot  # the states that it began with
@@ -63,7 +63,7 @@ class RecurrentStates:
         self._index: dict[StateKey, tuple[int, int]] = {}
         self._running, self._calls = (0, 0), 0
         self._device = torch.device("cpu")
-        self._last: Committed | None = None
+        self._last: LastStep | None = None
         self._prompt: StateSnapshot | None = None
         self._traced = False
 
@@ -172,11 +172,11 @@ class RecurrentStates:
                 "that is not known."
             )
         start = StateSnapshot(before, self.snapshot.tensors)
-        last = Committed(start, self._kept, path)
+        last = LastStep(start, self._kept, path)
         lengths = [length + count for length, count in zip(before, counts)]
         self._last, self.snapshot = last, StateSnapshot(lengths, self._advanced(last, counts))
 
-    def _advanced(self, last: Committed, counts: Sequence[int]) -> list[Tensor]:
+    def _advanced(self, last: LastStep, counts: Sequence[int]) -> list[Tensor]:
         """The states after so many nodes of each row's path."""
         if not any(counts):
             return last.before.tensors
@@ -188,7 +188,7 @@ class RecurrentStates:
         return advanced
 
     def _advance(
-        self, keys: list[StateKey], states: Tensor, last: Committed, path: Tensor, count: Tensor
+        self, keys: list[StateKey], states: Tensor, last: LastStep, path: Tensor, count: Tensor
     ) -> Tensor:
         """Advance the states ``(keys, batch, ...)`` of layers that are alike."""
         kept = [last.kept[key] for key in keys]

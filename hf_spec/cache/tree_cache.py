@@ -15,9 +15,8 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hf_spec.cache.attention import Allocator, AttentionLayer, AttentionStates, aligned, signature
 from hf_spec.cache.recurrent import OpenBlock, RecurrentStates, StatefulCache
-from hf_spec.core import mask as masks
 from hf_spec.core.device import Ragged, to_device
-from hf_spec.core.tree import Tree
+from hf_spec.core.tree import Tree, ring_places
 from hf_spec.modeling_patches.fingerprint import origin
 from hf_spec.modeling_patches.linear_attention import Rule
 from hf_spec.modeling_patches.support import LAYERS
@@ -264,7 +263,7 @@ class TreeCache(StatefulCache):
         return self.states.tensors() + (self.recurrent.tensors() if self.recurrent else [])
 
     def changing(self) -> list[Tensor]:
-        """What differs from step to step, see :class:`hf_spec.core.rows.Holds`."""
+        """What differs from step to step, see :class:`hf_spec.core.device.Holds`."""
         return [self.lengths.contiguous()]
 
     def using(self, tensors: Iterator[Tensor], changing: Iterator[Tensor]) -> Self:
@@ -525,7 +524,7 @@ def _columns(cache: TreeCache, slots: int, order: Tensor | None, count: int) -> 
     they are the same. ``order``: ``(batch, tokens)`` those of real tokens, None if all are."""
     if order is None and slots >= count:
         return None
-    columns = masks.places(cache.lengths, slots)[:, : cache.max_length]
+    columns = ring_places(cache.lengths, slots)[:, : cache.max_length]
     return columns if order is None else order.gather(1, columns.clamp(max=order.shape[1] - 1))
 
 

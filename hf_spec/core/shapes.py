@@ -1,4 +1,5 @@
-"""Shapes of trees: static ones, groups of probes, and which tree each state of a step gets."""
+"""Trees on the host: shapes of static ones, groups of probes, which tree each state of a step gets,
+and the draft trees of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from hf_spec.core.checks import MAX_DRAFT_TOKENS, MAX_FUTURE, MAX_NODES, MAX_ROW
 from hf_spec.threads import cached_property
 
 # --------------------------------------------------------------------------------------------------
-# Static trees of draft tokens, as options and files give them. This module knows only shapes.
+# Static trees of draft tokens, as options and files give them.
 
 
 @dataclass(frozen=True)
@@ -371,3 +372,127 @@ class TreeStates:
 def _truncated(state: TreeState, max_depth: int) -> TreeState:
     kept = state.tree.kept(max_depth)
     return TreeState(state.tree.truncate(max_depth), tuple(state.probes[node] for node in kept))
+
+
+# -- Draft trees on the host: of one row as lists, of a batch as NumPy arrays ----------------------
+
+
+class Row(NamedTuple):
+    """One row's draft tree on the host.
+
+    Attributes:
+        parents: parent of each node, -1 for the root.
+        tokens: token of each node.
+        probs: probability of each node's path; no node is likelier than its parent.
+    """
+
+    parents: list[int]
+    tokens: list[int]
+    probs: list[float]
+
+    @classmethod
+    def root(cls, token: int = 0) -> Row:
+        """The root alone."""
+        return cls([-1], [token], [1.0])
+
+    @property
+    def depths(self) -> list[int]:
+        return depths_of(self.parents)
+
+    @property
+    def children(self) -> dict[tuple[int, int], int]:
+        """Nodes by parent and token, the first of those alike."""
+        edges = list(zip(self.parents, self.tokens))
+        return {edges[node]: node for node in range(len(edges) - 1, 0, -1)}
+
+    @property
+    def below(self) -> list[list[int]]:
+        """The children of each node."""
+        found: list[list[int]] = [[] for _ in self.tokens]
+        for node, parent in enumerate(self.parents[1:], 1):
+            found[parent].append(node)
+        return found
+
+    @property
+    def end(self) -> int:
+        """Where the likeliest path ends: from the root on, always the likeliest child."""
+        node, below = 0, self.below
+        while children := below[node]:
+            node = max(children, key=self.probs.__getitem__)
+        return node
+
+    def add(self, parent: int, token: int, prob: float) -> None:
+        """Add a node, which comes last."""
+        self.parents.append(parent)
+        self.tokens.append(token)
+        self.probs.append(prob)
+
+    def nodes_to(self, node: int) -> list[int]:
+        """The nodes down to one, without the root."""
+        found = []
+        while node:
+            found.append(node)
+            node = self.parents[node]
+        return found[::-1]
+
+    def path(self, node: int) -> list[int]:
+        """The draft tokens down to a node."""
+        return [self.tokens[one] for one in self.nodes_to(node)]
+
+    def merge(self, other: Row, at: int = 0) -> Row:
+        """Both trees as one: nodes with the same token path become one, which keeps the larger
+        probability. The nodes of this tree keep their indices.
+
+        Args:
+            at: the node of this tree that the other one's root stands for.
+        """
+        parents, tokens, probs = list(self.parents), list(self.tokens), list(self.probs)
+        child, index, reached = self.children, [at], self.probs[at]
+        for parent, token, prob in zip(other.parents[1:], other.tokens[1:], other.probs[1:]):
+            prob *= reached
+            key = (index[parent], token)
+            if key not in child:
+                child[key] = len(parents)
+                parents.append(key[0])
+                tokens.append(token)
+                probs.append(0.0)
+            node = child[key]
+            probs[node] = max(probs[node], prob)
+            index.append(node)
+        return Row(parents, tokens, probs)
+
+    def likeliest_first(self, most: int | None = None) -> Row:
+        """The nodes sorted by probability, at most so many; draft tokens of probability 0 are left
+        out."""
+        order = sorted(range(len(self.parents)), key=lambda node: -self.probs[node])
+        order = [node for node in order if self.probs[node] > 0][:most]
+        number = {node: index for index, node in enumerate(order)}
+        return Row(
+            [-1, *(number[self.parents[node]] for node in order[1:])],
+            [self.tokens[node] for node in order], [self.probs[node] for node in order],
+        )  # fmt: skip
+
+
+class HostTree(NamedTuple):
+    """Draft trees on the host, likeliest nodes first, as NumPy arrays ``(batch, nodes)``.
+
+    Attributes:
+        probs: float64 probability that all draft tokens down to a node are accepted: 1 for the
+            root, 0 for padding, never more than the parent's.
+        parents: int64; 0 for the root and padding.
+        depths: int64
+        tokens: int64; arbitrary on padding.
+    """
+
+    probs: Any
+    parents: Any
+    depths: Any
+    tokens: Any
+
+    def rows(self, sizes: Sequence[int]) -> list[Row]:
+        """Each row's tree, given its number of draft tokens."""
+        columns = self.parents.tolist(), self.tokens.tolist(), self.probs.tolist()
+        return [
+            Row([-1, *parents[1 : size + 1]], tokens[: size + 1], probs[: size + 1])
+            for parents, tokens, probs, size in zip(*columns, sizes)
+        ]

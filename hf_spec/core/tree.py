@@ -1,4 +1,4 @@
-"""Draft trees of a batch, on the host and on the device."""
+"""The draft trees of a batch, as a step forwards them, and attention masks."""
 
 from __future__ import annotations
 
@@ -14,139 +14,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_spec.core.device import Ragged, all_to_device, to_device
-from hf_spec.core.shapes import ProbeGroup, ProbeLayout, TokenTree, depths_of
+from hf_spec.core.shapes import HostTree, ProbeGroup, ProbeLayout, Row, TokenTree
 from hf_spec.threads import cached_property
-
-# -- Draft trees on the host: of one row as lists, of a batch as NumPy arrays ----------------------
-
-
-class Row(NamedTuple):
-    """One row's draft tree on the host.
-
-    Attributes:
-        parents: parent of each node, -1 for the root.
-        tokens: token of each node.
-        probs: probability of each node's path; no node is likelier than its parent.
-    """
-
-    parents: list[int]
-    tokens: list[int]
-    probs: list[float]
-
-    @classmethod
-    def root(cls, token: int = 0) -> Row:
-        """The root alone."""
-        return cls([-1], [token], [1.0])
-
-    @property
-    def depths(self) -> list[int]:
-        return depths_of(self.parents)
-
-    @property
-    def children(self) -> dict[tuple[int, int], int]:
-        """Nodes by parent and token, the first of those alike."""
-        edges = list(zip(self.parents, self.tokens))
-        return {edges[node]: node for node in range(len(edges) - 1, 0, -1)}
-
-    @property
-    def below(self) -> list[list[int]]:
-        """The children of each node."""
-        found: list[list[int]] = [[] for _ in self.tokens]
-        for node, parent in enumerate(self.parents[1:], 1):
-            found[parent].append(node)
-        return found
-
-    @property
-    def end(self) -> int:
-        """Where the likeliest path ends: from the root on, always the likeliest child."""
-        node, below = 0, self.below
-        while children := below[node]:
-            node = max(children, key=self.probs.__getitem__)
-        return node
-
-    def add(self, parent: int, token: int, prob: float) -> None:
-        """Add a node, which comes last."""
-        self.parents.append(parent)
-        self.tokens.append(token)
-        self.probs.append(prob)
-
-    def nodes_to(self, node: int) -> list[int]:
-        """The nodes down to one, without the root."""
-        found = []
-        while node:
-            found.append(node)
-            node = self.parents[node]
-        return found[::-1]
-
-    def path(self, node: int) -> list[int]:
-        """The draft tokens down to a node."""
-        return [self.tokens[one] for one in self.nodes_to(node)]
-
-    def merge(self, other: Row, at: int = 0) -> Row:
-        """Both trees as one: nodes with the same token path become one, which keeps the larger
-        probability. The nodes of this tree keep their indices.
-
-        Args:
-            at: the node of this tree that the other one's root stands for.
-        """
-        parents, tokens, probs = list(self.parents), list(self.tokens), list(self.probs)
-        child, index, reached = self.children, [at], self.probs[at]
-        for parent, token, prob in zip(other.parents[1:], other.tokens[1:], other.probs[1:]):
-            prob *= reached
-            key = (index[parent], token)
-            if key not in child:
-                child[key] = len(parents)
-                parents.append(key[0])
-                tokens.append(token)
-                probs.append(0.0)
-            node = child[key]
-            probs[node] = max(probs[node], prob)
-            index.append(node)
-        return Row(parents, tokens, probs)
-
-    def likeliest_first(self, most: int | None = None) -> Row:
-        """The nodes sorted by probability, at most so many; draft tokens of probability 0 are left
-        out."""
-        order = sorted(range(len(self.parents)), key=lambda node: -self.probs[node])
-        order = [node for node in order if self.probs[node] > 0][:most]
-        number = {node: index for index, node in enumerate(order)}
-        return Row(
-            [-1, *(number[self.parents[node]] for node in order[1:])],
-            [self.tokens[node] for node in order], [self.probs[node] for node in order],
-        )  # fmt: skip
-
-
-class HostTree(NamedTuple):
-    """Draft trees on the host, likeliest nodes first, as NumPy arrays ``(batch, nodes)``.
-
-    Attributes:
-        probs: float64 probability that all draft tokens down to a node are accepted: 1 for the
-            root, 0 for padding, never more than the parent's.
-        parents: int64; 0 for the root and padding.
-        depths: int64
-        tokens: int64; arbitrary on padding.
-    """
-
-    probs: Any
-    parents: Any
-    depths: Any
-    tokens: Any
-
-    def rows(self, sizes: Sequence[int]) -> list[Row]:
-        """Each row's tree, given its number of draft tokens."""
-        columns = self.parents.tolist(), self.tokens.tolist(), self.probs.tolist()
-        return [
-            Row([-1, *parents[1 : size + 1]], tokens[: size + 1], probs[: size + 1])
-            for parents, tokens, probs, size in zip(*columns, sizes)
-        ]
-
 
 # -- The block of tokens that one step forwards: a draft tree per batch row, and its probes --------
 #
 # Node 0 is the **root**: the last emitted token, already certain. The draft tokens follow, parents
 # before their children. *Probes* come last: nodes that cannot be accepted, with learned embeddings
-# in place of token embeddings (:mod:`.probes`). What a node sees, its ``ancestors``, is the one
-# fact derived from the rest: the attention mask and the verification both read it.
+# in place of token embeddings (:class:`ProbeGroup`). What a node sees, its ``ancestors``, is the
+# one fact derived from the rest: the attention mask and the verification both read it.
 
 
 #: Share of a batch's places with a node, below which its padding is worth leaving out.
@@ -646,3 +522,77 @@ def filled(rows: Sequence[Sequence[Any]], value: Any = 0) -> list[list[Any]]:
     """Rows of one length, with a value behind the shorter ones."""
     most = max(map(len, rows))
     return [[*row, *[value] * (most - len(row))] for row in rows]
+
+
+# -- Attention masks: that of a tree, and what else limits attention, to be joined by `&` ----------
+#
+# Each but that of :func:`packed_mask` is ``(batch, 1, query, key)`` bool, True = attend. Keys are
+# slots of the cache, whose row ``r`` holds ``lengths[r]`` accepted tokens followed by the nodes of
+# the tree; that of a layer with a window holds the last of them, in a ring.
+
+
+def ring_places(ends: Tensor, slots: int) -> Tensor:
+    """Which token is in each slot of a ring that holds a row's last ones, ``(batch, slots)``.
+
+    Token ``i`` is written to slot ``i % slots``. Where a ring has not come round yet, and in one
+    that never does, slot ``i`` is token ``i``'s, written or not.
+
+    Args:
+        ends: ``(batch,)`` tokens, and nodes behind them, that have a slot.
+        slots: of each row.
+    """
+    own = torch.arange(slots, device=ends.device)
+    rounds = (ends[:, None] - 1 - own).div(slots, rounding_mode="floor")
+    return own + rounds.clamp(min=0) * slots
+
+
+def tree_mask(ancestors: Tensor, lengths: Tensor, held: Tensor) -> Tensor:
+    """The mask of a tree's nodes: each sees its row's prefix, itself and its ancestors.
+
+    Args:
+        ancestors: ``(batch, query, nodes)`` bool.
+        lengths: ``(batch,)`` tokens of the prefix; node ``i`` is token ``lengths[row] + i``.
+        held: ``(batch or 1, keys)`` the token in each slot.
+
+    Returns:
+        ``(batch, 1, query, keys)`` bool, True = attend.
+    """
+    count, nodes = ancestors.shape[1:]
+    # A column for the prefix, one for each node and one for what is behind them.
+    seen = pad(pad(ancestors, (1, 0), value=True), (0, 1))
+    column = (held + 1 - lengths[:, None]).clamp(0, nodes + 1)[:, None].expand(-1, count, -1)
+    return seen.gather(2, column)[:, None]
+
+
+def packed_mask(
+    ancestors: Tensor, lengths: Tensor, begin: Tensor | None = None, front: Tensor | None = None
+) -> Tensor:
+    """The mask of a tree's nodes in the few numbers that
+    :func:`hf_spec.modeling_patches.attention_masks.unpacked` reads.
+
+    Args:
+        ancestors, lengths: as for :func:`tree_mask`.
+        begin: ``(batch, query)`` the first slot of the prefix that each sees; None: all.
+        front: ``(batch, query, slots)`` bool, what each sees of slots before the prefix, which
+            ``begin`` and ``lengths`` do not count; None if there are none.
+
+    Returns:
+        ``(batch, 1, query, numbers)`` int64.
+    """
+    front = ancestors[:, :, :0] if front is None else front
+    count = front.shape[2]
+    end = (lengths + count)[:, None].expand(ancestors.shape[:2])
+    low = torch.zeros_like(end) if begin is None else begin.clamp(min=0)
+    numbers = [low + count, end]
+    for seen, base in ((front, torch.zeros_like(end)), (ancestors, end)):
+        for first in range(0, seen.shape[2], 64):
+            word = seen[:, :, first : first + 64].long()
+            bits = word << torch.arange(word.shape[2], device=word.device)
+            numbers += [base + first, bits.sum(2)]
+    return torch.stack(numbers, dim=2)[:, None]
+
+
+def since(begin: Tensor, keys: Tensor) -> Tensor:
+    """Keys that do not come before a query's first one, as in attention to a sliding window or a
+    chunk; both are token positions, ``(batch, query)`` and ``(batch, key)``."""
+    return keys[:, None, None] >= begin[:, None, :, None]

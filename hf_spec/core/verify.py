@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_spec.core.device import to_device
-from hf_spec.core.memory import RUNNING
 from hf_spec.core.tree import Tree
+from hf_spec.threads import RUNNING
 
 #: ``scores(nodes, active, depth)``: processed target scores (batch, vocab) at one node per row;
 #: rows where ``active`` (batch,) is False may hold anything. Called along the accepted path only,

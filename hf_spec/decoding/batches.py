@@ -23,6 +23,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.generation.streamers import BaseStreamer
 
 from hf_spec.decoding.call import check_strategy
+from hf_spec.decoding.sequences import eos_ids, pad_left
 from hf_spec.decoding.sharing import StepSharing, ThreadState, share_steps, takes_turns
 from hf_spec.draft.options import DraftOptions
 from hf_spec.modeling_patches.weights import vocabulary
@@ -88,20 +89,14 @@ def generate_batch(
     named = kwargs.pop("assistant_kwargs", None)
     options = dict(_options_of(given) if named is None else named)
     options.setdefault(ROWS_OPTION, getattr(batching, MOST, None) or ROWS)
-    lengths = [len(one) for one in inputs]
-    ids = torch.zeros(len(inputs), max(lengths), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, (one, length) in enumerate(zip(inputs, lengths)):
-        ids[row, ids.shape[1] - length :] = torch.tensor(one, dtype=torch.long)
-        mask[row, ids.shape[1] - length :] = 1
     model.eval()  # as Transformers' own does
     out = model.generate(
-        ids.to(model.device), attention_mask=mask.to(model.device), generation_config=given,
-        assistant_kwargs=options, return_dict_in_generate=False, **kwargs,
+        **pad_left(inputs, 0, model.device), generation_config=given, assistant_kwargs=options,
+        return_dict_in_generate=False, **kwargs,
     )  # fmt: skip
     ended = time.perf_counter()
-    answers, count = out[:, ids.shape[1] :].tolist(), len(out) // len(inputs)
-    ends = _ends(model, given)
+    answers, count = out[:, max(map(len, inputs)) :].tolist(), len(out) // len(inputs)
+    ends = eos_ids(model.generation_config if given.eos_token_id is None else given)
     found = {}
     for row, answer in enumerate(answers):
         request, child = divmod(row, count)
@@ -192,13 +187,6 @@ def _options_of(config: Any) -> Any:
     return options
 
 
-def _ends(model: Any, config: Any) -> set[int]:
-    """Tokens that end an answer."""
-    eos = config.eos_token_id
-    eos = model.generation_config.eos_token_id if eos is None else eos
-    return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
-
-
 # --------------------------------------------------------------------------------------------------
 # Requests that come and go, answered with a strategy: Transformers' ``ContinuousBatchingManager``
 # for strategies.
@@ -251,9 +239,7 @@ class _Request:
 
     def is_over(self, token: int) -> bool:
         """Whether this token is its last."""
-        eos: Any = self.config.eos_token_id
-        ends = () if eos is None else (eos,) if isinstance(eos, int) else eos
-        return token in ends or len(self.tokens) == self.config.max_new_tokens
+        return token in eos_ids(self.config) or len(self.tokens) == self.config.max_new_tokens
 
 
 class _Streamer(BaseStreamer):

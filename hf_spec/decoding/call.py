@@ -22,7 +22,6 @@ from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import load_unattached, waiting
 from hf_spec.cache.attention import SMALLEST
 from hf_spec.core.checks import UNFIT, check_count, check_names, explained, first_line, nearest
-from hf_spec.core.memory import memory
 from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.options import ACCEPTANCE_RULES, AUTO, DraftOptions, with_place
 from hf_spec.draft.translation import Assistant
@@ -39,7 +38,8 @@ from hf_spec.modeling_patches.support import (
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.captures import CUDA_GRAPHS
 from hf_spec.target.graphs import Graphs
-from hf_spec.target.recording import Call, Recording, is_asked
+from hf_spec.target.recording import CallFacts, Recording, is_asked
+from hf_spec.threads import memory
 
 # -- ``SpecConfig``: a generation configuration that names a strategy ------------------------------
 
@@ -308,7 +308,7 @@ def ask_for_compiling(config: GenerationConfig) -> None:
 
 
 def graphs_for(
-    model: Any, config: GenerationConfig, drafter: Drafter, kind: Hashable, call: Call
+    model: Any, config: GenerationConfig, drafter: Drafter, kind: Hashable, call: CallFacts
 ) -> tuple[Graphs | None, Recording]:
     """Compiled code for a call's steps, None if they are not to be compiled; and whether they are
     recorded.

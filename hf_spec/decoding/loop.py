@@ -23,13 +23,11 @@ from transformers.generation import GenerateDecoderOnlyOutput, utils
 from transformers.generation.streamers import BaseStreamer
 
 from hf_spec.core.device import bucket
-from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats, Stopwatch
-from hf_spec.decoding.acceptance import Acceptance
+from hf_spec.decoding.acceptance import Acceptance, Scorer
 from hf_spec.decoding.cache_reuse import CacheOwner, check_alone
 from hf_spec.decoding.call import validate_call
 from hf_spec.decoding.prefill import WHOLE, Parts, Prompt, prompt_ids, real_tokens
-from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.decoding.shared import places_taken, refusal, take_filled_up
 from hf_spec.decoding.sharing import StepSharing
@@ -47,13 +45,13 @@ from hf_spec.draft.lookup import BatchLookup, Limits
 from hf_spec.draft.lookup_file import history_of
 from hf_spec.draft.options import AUTO
 from hf_spec.draft.policy import StepPolicy
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState
 from hf_spec.draft.translation import Assistant
 from hf_spec.modeling_patches.modules import CACHE, only_logits, unwrapped
-from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.support import check_length
-from hf_spec.modeling_patches.weights import vocabulary
+from hf_spec.modeling_patches.weights import Ranks, vocabulary
 from hf_spec.target.noise import drawn_seeds
+from hf_spec.threads import memory
 
 # -- The output of a call and its statistics -------------------------------------------------------
 

@@ -324,3 +324,20 @@ def _reserved(ids: Tensor, end: int) -> Tensor:
     grown = ids.new_zeros((len(ids), 2 * end))
     grown[:, : ids.shape[1]] = ids
     return grown
+
+
+def eos_ids(config: Any) -> list[int]:
+    """The tokens that end a text, by a generation config."""
+    eos = config.eos_token_id
+    return [eos] if isinstance(eos, int) else list(eos or ())
+
+
+def pad_left(
+    rows: Sequence[Sequence[int]], pad: int, device: torch.device | str
+) -> dict[str, Tensor]:
+    """Sequences as left-padded ``input_ids`` and ``attention_mask``, both ``(batch, seq)``."""
+    width = max(map(len, rows))
+    filled = [[pad] * (width - len(row)) + [*row] for row in rows]
+    ids = torch.tensor(filled, dtype=torch.long, device=device)
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": ids, "attention_mask": torch.tensor(mask, device=device)}

@@ -11,22 +11,20 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hf_spec.core.device import bucket, to_device
-from hf_spec.core.memory import memory
-from hf_spec.core.rows import FollowsRows, follows
+from hf_spec.core.device import FollowsRows, bucket, follows, to_device
 from hf_spec.core.stats import PHASES, SpecStats, Stopwatch
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
-from hf_spec.decoding.acceptance import Acceptance
+from hf_spec.decoding.acceptance import Acceptance, Scorer
 from hf_spec.decoding.cache_reuse import CacheOwner
-from hf_spec.decoding.scoring import Scorer
 from hf_spec.decoding.sequences import Sequences, Snapshot
 from hf_spec.decoding.step import Steps, details_of
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.draft.options import samples_drafts
-from hf_spec.modeling_patches.dynamic_rope import rope_ends
+from hf_spec.modeling_patches.forwards import rope_ends
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
 from hf_spec.modeling_patches.per_call import changing
+from hf_spec.threads import memory
 
 #: Statistics that a call has of the batch's steps while it had a share in them.
 OF_THE_BATCH = (*(f"{name}_seconds" for name in PHASES), "num_draft_forwards", "num_plain_steps")

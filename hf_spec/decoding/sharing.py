@@ -17,14 +17,13 @@ from torch import nn
 from transformers import GenerationMixin
 
 from hf_spec.core.checks import check_count
-from hf_spec.core.memory import locked, memory
+from hf_spec.decoding.cache_reuse import Prefixes, prefixes_of
 from hf_spec.decoding.prefill import Parts
-from hf_spec.decoding.prefixes import Prefixes, prefixes_of
 from hf_spec.decoding.shared import Call, SharedSteps, kind_of
 from hf_spec.decoding.step import Steps
-from hf_spec.modeling_patches.dynamic_rope import rope_ends
+from hf_spec.modeling_patches.forwards import rope_ends
 from hf_spec.modeling_patches.modules import unwrapped
-from hf_spec.threads import end_team
+from hf_spec.threads import end_team, locked, memory
 
 # -- Turns: prompts and steps run one after the other ----------------------------------------------
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.core import verify
-from hf_spec.core.device import bucket, to_device
-from hf_spec.core.rows import selected
+from hf_spec.core.device import bucket, selected, to_device
 from hf_spec.core.shapes import TokenTree
 from hf_spec.core.stats import Stopwatch
 from hf_spec.core.tree import Tree
@@ -24,8 +23,8 @@ from hf_spec.decoding.strategy import Strategy
 from hf_spec.draft.drafter import Outcome
 from hf_spec.draft.lookup import History, merged
 from hf_spec.draft.policy import StepPolicy, step_shapes
+from hf_spec.draft.predictor import DecodeState
 from hf_spec.draft.rollouts import Earlier
-from hf_spec.draft.state import DecodeState
 from hf_spec.target.graphs import DraftProgram, Graphs
 from hf_spec.target.hidden_states import Read
 from hf_spec.target.target import Output, Prefilled
@@ -243,7 +242,7 @@ class Steps:
         state, policy, limits = self.state, self.policy, _depth_limits(self.state)
         alone, known = self.strategy.alone, None
         if self.earlier is not None and not alone:
-            known = self.earlier.rows(state)
+            known = self.earlier.rows(state.sequences.rows, state.tokens, state.active, state.noise)
         if known is not None:
             self._end(False)
             return Tree.of_rows(known, state.root.device).within(limits), True

@@ -18,7 +18,6 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_spec.core.memory import memory, recall
 from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.decoding.cache_reuse import CacheOwner
@@ -37,8 +36,9 @@ from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.graphs import Graphs, tolerance
 from hf_spec.target.hidden_states import Reads, output_logits, supported_kwargs
 from hf_spec.target.packed_weights import packed_weights
-from hf_spec.target.recording import Call, Recording
+from hf_spec.target.recording import CallFacts, Recording
 from hf_spec.target.target import Target
+from hf_spec.threads import memory, recall
 
 # -- A self-check of the tree forward on models that our tests do not cover ------------------------
 #
@@ -412,7 +412,7 @@ class Strategy:
         graphs, recording = None, Recording()
         if compiles:
             prunes, disabled = drafter.pruning is not None, bool(config.disable_compile)
-            call = Call(running, rows, disabled, prunes, synced)
+            call = CallFacts(running, rows, disabled, prunes, synced)
             graphs, recording = graphs_for(model, config, drafter, kind, call)
         return cls(
             model, method, options, drafter, timed, lookup, samples, kind, graphs, recording,

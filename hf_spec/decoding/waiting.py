@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from hf_spec.core.stats import PHASES, SpecStats
-from hf_spec.decoding.scoring import STATELESS
+from hf_spec.decoding.acceptance import STATELESS
 from hf_spec.decoding.sequences import Sequences
 from hf_spec.decoding.shared import Call, SharedSteps
 from hf_spec.decoding.step import Steps

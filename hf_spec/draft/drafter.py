@@ -12,18 +12,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_spec.core.device import is_async, to_device
+from hf_spec.core.device import FollowsRows, is_async, to_device
 from hf_spec.core.pruning import Pruning
-from hf_spec.core.rows import FollowsRows
-from hf_spec.core.shapes import ProbeGroup, TokenTree
-from hf_spec.core.tree import HostTree, Row, Tree
+from hf_spec.core.shapes import HostTree, ProbeGroup, Row, TokenTree
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.draft.grow import GoesOn, grow, levels_of, ranked
 from hf_spec.draft.learned import Array
 from hf_spec.draft.options import ADAPTIVE, TREE_OPTIONS, DraftOptions
 from hf_spec.draft.policy import amount, recurring_amount
-from hf_spec.draft.predictor import MakeTree, Predictor
-from hf_spec.draft.state import DecodeState, Grown
+from hf_spec.draft.predictor import DecodeState, Grown, MakeTree, Predictor
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.target.graphs import DraftProgram
 from hf_spec.target.hidden_states import Predicted, Read, Reads

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.shapes import Row
+from hf_spec.core.tree import Tree
 from hf_spec.draft.lookup import Rowwise
 
 logger = logging.getLogger(__name__)

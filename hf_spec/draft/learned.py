@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_spec.core.memory import locked
-from hf_spec.core.tree import HostTree
+from hf_spec.core.shapes import HostTree
+from hf_spec.threads import locked
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

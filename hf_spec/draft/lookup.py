@@ -18,11 +18,11 @@ from hf_spec.core.checks import (
     number,
     setting,
 )
-from hf_spec.core.device import to_device
-from hf_spec.core.memory import locked
-from hf_spec.core.rows import FollowsRows
-from hf_spec.core.tree import HostTree, Row, Tree
+from hf_spec.core.device import FollowsRows, to_device
+from hf_spec.core.shapes import HostTree, Row
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
+from hf_spec.threads import locked
 
 # -- N-gram lookup: earlier occurrences of a sequence's end, and what followed them ----------------
 #

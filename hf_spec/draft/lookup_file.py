@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from hf_spec.core.checks import first_line
-from hf_spec.core.memory import locked, recall
 from hf_spec.draft.lookup import END, HISTORY_NGRAM, History, Limits, Match
+from hf_spec.threads import locked, recall
 
 #: Most tokens of a file; the oldest answers are dropped. The index takes 48 bytes for each.
 MOST_TOKENS = 2**22
@@ -49,7 +49,7 @@ create table answers (
 logger = logging.getLogger(__name__)
 
 
-def facts_of(config: Any) -> dict[str, Any]:
+def tokenizer_facts(config: Any) -> dict[str, Any]:
     """What a model's config says of its tokenizer."""
     text = config.get_text_config(decoder=True)
     return {name: getattr(text, name, None) for name in FACTS}
@@ -60,7 +60,7 @@ class AnswerFile:
 
     Args:
         path: of the file, which is made if there is none.
-        facts: those of the model (:func:`facts_of`), which the file must have, too.
+        facts: those of the model (:func:`tokenizer_facts`), which the file must have, too.
         fixed: whether a new file is one to which no answers of calls are added.
 
     Attributes:
@@ -261,7 +261,7 @@ class LastingHistory(History):
 
     def __init__(self, path: str | Path, config: Any):
         super().__init__(FEW)
-        self._path, self._facts, self._warned = path, facts_of(config), False
+        self._path, self._facts, self._warned = path, tokenizer_facts(config), False
         self._load()
 
     def _load(self) -> None:

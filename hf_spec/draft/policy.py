@@ -21,11 +21,11 @@ import numpy as np
 
 from hf_spec.core.checks import AUTO
 from hf_spec.core.device import bucket
-from hf_spec.core.memory import locked
 from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Tree
 from hf_spec.draft.grow import Frontier, GoesOn
 from hf_spec.draft.learned import ALPHA, CLIP, TICK, Array, Calibration, Learned, Setting, ratio
+from hf_spec.threads import locked
 
 # -- How far trees grow, before it is chosen what a step takes of them -----------------------------
 

@@ -28,11 +28,11 @@ import torch
 from torch import nn
 
 from hf_spec.core.checks import MAX_HISTORY, check_count, check_range, first_line
-from hf_spec.core.memory import RUNNING, locked
-from hf_spec.core.tree import Row
-from hf_spec.draft.state import DecodeState
+from hf_spec.core.shapes import Row
 from hf_spec.files import replacing
 from hf_spec.modeling_patches.weights import is_plain, vocabulary, weights_version
+from hf_spec.target.noise import SamplingNoise
+from hf_spec.threads import RUNNING, locked
 
 #: Tokens of a forward, of each row, which are all as wide as the widest, and of the batch: logits
 #: and random numbers of the whole vocabulary are held for each.
@@ -315,22 +315,32 @@ class Earlier:
     def __post_init__(self) -> None:
         self._left: list[Sequence[int]] = [one.tokens for one in self.drafts]
 
-    def rows(self, state: DecodeState) -> list[Row] | None:
+    def rows(
+        self, sequences: Sequence[int], tokens_of: Sequence[list[int]], active: Sequence[bool],
+        noise: SamplingNoise | None,
+    ) -> list[Row] | None:  # fmt: skip
         """Chains of the tokens that follow in the earlier answers, as far as these were sampled
-        again; None if too few rows have any."""
+        again; None if too few rows have any.
+
+        Args:
+            sequences: number of each row's sequence.
+            tokens_of: its tokens so far, with the prompt.
+            active: whether it is unfinished.
+            noise: what the next tokens will be sampled with.
+        """
         rows, following = [], []
-        most = max(min(OF_A_ROW, OF_A_BATCH // state.batch_size) - 1, 1)
-        for sequence, tokens, active in zip(state.sequences.rows, state.tokens, state.active):
+        most = max(min(OF_A_ROW, OF_A_BATCH // len(sequences)) - 1, 1)
+        for sequence, tokens, unfinished in zip(sequences, tokens_of, active):
             emitted = tokens[self.prompts[sequence] :]
-            if not active or emitted != [*self._left[sequence][: len(emitted)]]:
+            if not unfinished or emitted != [*self._left[sequence][: len(emitted)]]:
                 self._left[sequence] = ()
             following.append(self._left[sequence][len(emitted) :][: most + 1])
             drafted = following[-1][:most]
             size = len(drafted) + 1
             rows.append(Row([*range(-1, size - 1)], [tokens[-1], *drafted], [1.0] * size))
         verified = sum(len(row.tokens) > 1 for row in rows)
-        enough = verified >= max(SHARE * sum(state.active), 1)
-        if state.noise is not None and self.history.lenience > 1:
+        enough = verified >= max(SHARE * sum(active), 1)
+        if noise is not None and self.history.lenience > 1:
             favored = following if enough else [()] * len(rows)
-            state.noise.favor(favored, self.history.lenience)
+            noise.favor(favored, self.history.lenience)
         return rows if enough else None

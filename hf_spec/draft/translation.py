@@ -21,9 +21,9 @@ import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hf_spec.core.device import to_device
-from hf_spec.core.memory import locked, memory
-from hf_spec.core.tree import Row
+from hf_spec.core.shapes import Row
 from hf_spec.modeling_patches.weights import placement, vocabulary
+from hf_spec.threads import locked, memory
 
 #: How a space is written in the tokens of SentencePiece, and of byte-level BPE.
 SENTENCEPIECE, BYTE_LEVEL = "\N{LOWER ONE EIGHTH BLOCK}", bytes_to_unicode()[ord(" ")]

@@ -18,21 +18,21 @@ from transformers import DynamicCache
 
 from hf_spec.cache.attention import aligned
 from hf_spec.cache.tree_cache import TreeCache, take_over
-from hf_spec.core.device import is_async, to_device
-from hf_spec.core.rows import Holds
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.device import Holds, is_async, to_device
+from hf_spec.core.shapes import Row
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import Frontier, extended, grow
 from hf_spec.draft.options import key_of
 from hf_spec.draft.policy import amount
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState
 from hf_spec.draft.translation import Assistant, Translation, translation
 from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.attention_masks import TreeAttention
+from hf_spec.modeling_patches.forwards import shared_kv_sources, takes_shared_kv, with_given_masks
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
 from hf_spec.modeling_patches.modules import CACHE, only_logits, unwrapped
 from hf_spec.modeling_patches.per_call import Changes
-from hf_spec.modeling_patches.shared_kv import shared_kv_sources, takes_shared_kv, with_given_masks
 from hf_spec.modeling_patches.support import check_model
 from hf_spec.modeling_patches.weights import input_features, placement, vocabulary
 from hf_spec.predict.network import GrowOptions, LevelPredictor, Levels

@@ -23,20 +23,18 @@ from hf_spec.core.checks import (
     setting,
 )
 from hf_spec.core.device import to_device
-from hf_spec.core.memory import locked, recall
-from hf_spec.core.shapes import ProbeGroup, TokenTree
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.shapes import ProbeGroup, Row, TokenTree
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, sample
 from hf_spec.draft.grow import Children, Frontier, GoesOn
 from hf_spec.draft.options import AUTO, DraftOptions, key_of, samples_drafts
 from hf_spec.draft.policy import DraftExit, LevelCost
-from hf_spec.draft.predictor import FORWARDS, Predictor
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import FORWARDS, DecodeState, Predictor
 from hf_spec.methods.registry import Method
+from hf_spec.modeling_patches.forwards import LayerSkipper
 from hf_spec.modeling_patches.low_rank import MergedCopies
 from hf_spec.modeling_patches.modules import linear_modules
 from hf_spec.modeling_patches.per_call import Changes
-from hf_spec.modeling_patches.skipping import LayerSkipper
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.predict.losses import Ahead, mean_loss, own_predictions, prediction_losses
 from hf_spec.predict.table import distribution
@@ -44,6 +42,7 @@ from hf_spec.target.hidden_states import model_logits
 from hf_spec.target.noise import as_sampled
 from hf_spec.target.sequences import probe_sequences
 from hf_spec.target.target import ProbeInputs
+from hf_spec.threads import locked, recall
 
 # -- Options of ``layer_skip``, and when it stops drafting -----------------------------------------
 

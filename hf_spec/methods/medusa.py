@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from hf_spec.draft.options import DraftOptions
 from hf_spec.methods.registry import Method
-from hf_spec.predict.heads import HeadPredictor, HeadsAdapter, HeadsConfig
 from hf_spec.predict.losses import heads_loss
+from hf_spec.predict.table import HeadPredictor, HeadsAdapter, HeadsConfig
 
 
 @dataclass

@@ -22,7 +22,6 @@ from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import ANOTHER, MAX_BLOCKS, count, explained, first_line, setting
-from hf_spec.core.memory import memory
 from hf_spec.core.tree import Tree
 from hf_spec.draft.options import key_of
 from hf_spec.methods.registry import Method
@@ -50,6 +49,7 @@ from hf_spec.modeling_patches.weights import (
 from hf_spec.predict.losses import ChainConfig, chain_loss
 from hf_spec.predict.network import DraftCache, DraftNetwork, GrowOptions, NetworkPredictor, Rows
 from hf_spec.target.hidden_states import Reads, model_logits, output_logits, shapes_logits
+from hf_spec.threads import memory
 
 # -- A model's layers for multi-token prediction as the network of a drafter -----------------------
 

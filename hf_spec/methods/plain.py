@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_spec.core.tree import Tree
 from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.options import TREE_OPTIONS, DraftOptions
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState
 from hf_spec.methods.registry import Method
 
 

@@ -13,7 +13,7 @@ from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.lookup import BatchLookup, Limits, NgramIndex, continuation_tree
 from hf_spec.draft.lookup_file import history_of
 from hf_spec.draft.options import DraftOptions
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState
 from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.weights import vocabulary
 

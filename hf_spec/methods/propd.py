@@ -17,7 +17,6 @@ from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import MAX_DRAFT_TOKENS, SHARE, check_count, count, setting
 from hf_spec.core.device import is_async, to_device
-from hf_spec.core.memory import locked, recall
 from hf_spec.core.pruning import connected
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult, StepResult
@@ -25,19 +24,18 @@ from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.grow import Children, Frontier
 from hf_spec.draft.learned import Array
 from hf_spec.draft.options import TREE_OPTIONS, DraftOptions, refuse
-from hf_spec.draft.predictor import FORWARDS
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import FORWARDS, DecodeState
 from hf_spec.methods.registry import Method, get_method
+from hf_spec.modeling_patches.forwards import layer_input
 from hf_spec.modeling_patches.linear_attention import recurrent_rules
 from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.per_call import Changes
-from hf_spec.modeling_patches.skipping import layer_input
 from hf_spec.modeling_patches.weights import output_features, placement
-from hf_spec.predict.heads import HeadPredictor, HeadsAdapter, HeadsConfig
 from hf_spec.predict.losses import Ahead, heads_loss, mean_loss, own_predictions, prediction_losses
-from hf_spec.predict.table import Predictions, reweighed
+from hf_spec.predict.table import HeadPredictor, HeadsAdapter, HeadsConfig, Predictions, reweighed
 from hf_spec.target.hidden_states import gather_hidden, model_logits
 from hf_spec.target.sequences import token_hidden
+from hf_spec.threads import locked, recall
 
 # -- The PROPD adapter: the heads of Medusa, and the early head that prunes ------------------------
 #

@@ -17,7 +17,7 @@ from hf_spec.core.shapes import ProbeGroup
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import sample
 from hf_spec.draft.options import ADAPTIVE, AUTO, CHAIN, DraftOptions, samples_drafts
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState
 from hf_spec.methods.registry import Method
 from hf_spec.modeling_patches.modules import linear_modules, output_projections
 from hf_spec.modeling_patches.support import check_unquantized

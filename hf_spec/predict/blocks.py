@@ -33,7 +33,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import Children, Frontier
 from hf_spec.draft.options import DraftOptions
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState
 from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.weights import input_features, output_features, placement
 from hf_spec.predict.block_heads import (
@@ -50,7 +50,7 @@ from hf_spec.predict.block_heads import (
 from hf_spec.predict.decoder import FACTOR, Decoder, DecoderConfig, DecoderNetwork
 from hf_spec.predict.lilicorr import LiLiCorr
 from hf_spec.predict.network import DraftCache, committed
-from hf_spec.predict.table import AT_ONCE, Predictions, TablePredictor, likeliest
+from hf_spec.predict.table import AT_ONCE, Predictions, TablePredictor, top_log_probs
 from hf_spec.target.hidden_states import Head, Reads, gather_hidden, model_logits, output_logits
 from hf_spec.target.noise import as_sampled
 from hf_spec.target.sequences import token_hidden
@@ -592,7 +592,7 @@ class PathPredictions(Predictions):
         if self._noise is not None:
             logits = as_sampled(logits, self._noise[:, place, None])
         others = None if self._others is None else self._others[:, place, None]
-        chosen, log_probs = likeliest(logits, self._width, others)
+        chosen, log_probs = top_log_probs(logits, self._width, others)
         sure = self._head.confidence(previous, states)
         if sure is not None and self._noise is None:
             log_probs = with_confidence(log_probs, sure)

@@ -13,10 +13,9 @@ from transformers import DynamicCache
 from hf_spec.adapters.config import ObjectiveConfig, of_tokens
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.tuner import TrainingBatch
-from hf_spec.core import mask as masks
 from hf_spec.core.checks import MAX_FUTURE, count, setting
+from hf_spec.core.tree import since
 from hf_spec.predict.blocks import BlockNetwork, block_sequences
-from hf_spec.predict.heads import PROJECTION, head_states, projected
 from hf_spec.predict.markov import (
     ConditionalHead,
     DraftVocabulary,
@@ -25,6 +24,7 @@ from hf_spec.predict.markov import (
     places_of,
 )
 from hf_spec.predict.network import DraftNetwork
+from hf_spec.predict.table import PROJECTION, head_states, projected
 from hf_spec.target.hidden_states import Head, gather_hidden, model_logits
 from hf_spec.target.sequences import IGNORED, token_hidden, token_states
 
@@ -312,7 +312,7 @@ class ChainRows(NamedTuple):
 
     def mask(self, begin: Tensor | None = None, window: int | None = None) -> Tensor:
         seen = self.visible[:, None]
-        return seen if begin is None else seen & masks.since(begin, self.at_keys)
+        return seen if begin is None else seen & since(begin, self.at_keys)
 
 
 def unrolled(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_spec.adapters.config import MARKOV_HEAD, VOCABULARY, vocab_size
-from hf_spec.core.rows import Holds
+from hf_spec.core.device import Holds
 from hf_spec.modeling_patches.weights import (
     input_features,
     is_plain,

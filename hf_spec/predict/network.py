@@ -20,8 +20,7 @@ from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.draft.grow import Children, Frontier, extended
 from hf_spec.draft.options import ADAPTIVE, CHAIN, DraftOptions
 from hf_spec.draft.policy import DEPTH, LevelCost
-from hf_spec.draft.predictor import FORWARDS, Predictor
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import FORWARDS, DecodeState, Predictor
 from hf_spec.modeling_patches.attention_masks import runs_kernel
 from hf_spec.modeling_patches.per_call import Changes
 from hf_spec.target.graphs import Graphs

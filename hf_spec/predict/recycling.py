@@ -18,21 +18,19 @@ from torch import Tensor
 
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import find_active
-from hf_spec.core.device import is_async, to_device
-from hf_spec.core.memory import locked, recall
-from hf_spec.core.rows import Holds
-from hf_spec.core.shapes import TreeStates
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.device import Holds, is_async, to_device
+from hf_spec.core.shapes import Row, TreeStates
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import Children, Expands, Frontier, grow
 from hf_spec.draft.options import ADAPTIVE, CHAIN
 from hf_spec.draft.policy import LevelCost, amount
-from hf_spec.draft.predictor import Predictor
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState, Predictor
 from hf_spec.modeling_patches.weights import made_anew, vocabulary
 from hf_spec.predict.table import chain_tree, static_tree
 from hf_spec.target.hidden_states import NUM_READ, Predicted, Reads, gather_hidden
 from hf_spec.target.noise import TRUST
+from hf_spec.threads import locked, recall
 
 #: Most tokens of a context.
 ORDERS = 3

@@ -1,31 +1,40 @@
-"""A drafter's predictions: the likeliest tokens at each distance and their probabilities."""
+"""What heads and probes predict, the likeliest tokens at each distance and their probabilities; and
+the heads that methods share."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import pad
 
-from hf_spec.adapters.config import VOCABULARY
+from hf_spec.adapters.config import VOCABULARY, ObjectiveConfig, PredictingConfig, of_tokens
 from hf_spec.adapters.layer import Adapter
-from hf_spec.core.checks import check_count
+from hf_spec.core.checks import MAX_BLOCKS, MAX_FUTURE, check_count, choice, count, setting
 from hf_spec.core.device import to_device
 from hf_spec.core.shapes import ProbeGroup, TokenTree, TreeStates
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import Children, Frontier, levels_of, ranked
 from hf_spec.draft.options import ADAPTIVE, CHAIN, DraftOptions
-from hf_spec.draft.predictor import MakeTree, Predictor
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState, MakeTree, Predictor
+from hf_spec.modeling_patches.weights import (
+    output_bias,
+    output_dtype,
+    output_features,
+    output_weight,
+    placement,
+)
 from hf_spec.predict.markov import ConditionalHead, DraftVocabulary, MarkovHead
 from hf_spec.target.hidden_states import Reads, model_logits, output_logits, shapes_logits
 from hf_spec.target.noise import TRUST, as_sampled
-from hf_spec.target.sequences import probe_sequences
+from hf_spec.target.sequences import probe_sequences, token_hidden
 from hf_spec.target.target import ProbeInputs
 
 #: Tokens per distance that a Markov head rescores.
@@ -72,7 +81,7 @@ class Predictions:
     def _choose(self, logits: Tensor, scores: Tensor, width: int) -> None:
         """Choose tokens; ``scores`` are the logits, or what sampling makes of them."""
         width = width if self._head is None else max(width, SHORTLIST)
-        chosen, self.log_probs = likeliest(scores, width)
+        chosen, self.log_probs = top_log_probs(scores, width)
         self.tokens = self._named(chosen)
         #: :meth:`given` each possible previous token: a tree's root at distance 1,
         #: and :attr:`tokens` of the previous distance, in order, at the others.
@@ -141,7 +150,9 @@ def distribution(scores: Tensor) -> Tensor:
     return scores.softmax(-1).nan_to_num(1 / scores.shape[-1])
 
 
-def likeliest(logits: Tensor, width: int, others: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def top_log_probs(
+    logits: Tensor, width: int, others: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Indices of the ``width`` largest of logits ``(..., vocab)``, or all, largest first, and their
     log-probabilities, in float32 at least. ``others``, ``(..., 1)``, is the logarithm of the sum of
     the exponentials of further logits.
@@ -461,3 +472,156 @@ class ProbePredictor(TablePredictor):
                 self.model, input_ids, None, some[None], self.group, self.probe_inputs
             )
             yield self.distance_states(probed.probe_hidden[0])
+
+
+# -- Heads on the final hidden state, one per future token -----------------------------------------
+#
+# Head k reads the hidden state that gives the model's next token, and predicts the token k places
+# after that one (Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple
+# Decoding Heads", 2024, section 2.1.1): residual blocks, x + SiLU(W x + b), then a projection to
+# the vocabulary. Initially W = 0 and b = 0, so that every head starts as the LM head.
+
+
+#: Names of the parameters: blocks' weights and biases, and the projections of heads with own ones.
+WEIGHTS, BIASES, PROJECTION = HEAD_WEIGHTS = "weights", "biases", "projections"
+
+
+@dataclass
+class HeadsConfig(ObjectiveConfig, PredictingConfig):
+    """Config of an adapter with heads.
+
+    Raises:
+        ValueError: naming the field, its value and the rule.
+    """
+
+    num_heads: int = setting(4, "Heads, each drafting one future token.", count(1, MAX_FUTURE))
+    num_layers: int = setting(1, "Residual blocks of each head.", count(1, MAX_BLOCKS))
+    projection: str = setting(
+        "shared",
+        "shared: heads use the model's output embeddings. own: each head trains a copy of them, "
+        "num_heads * vocabulary * hidden parameters.",
+        choice("shared", "own"),
+    )
+    loss: str = "hard"
+    decay: float | None = 0.8
+
+    @property
+    def reads_head(self) -> bool:
+        return self.projection == "shared"
+
+    def check_base(self, model: nn.Module) -> None:
+        """Raise ValueError if `model` has no output embeddings that the heads can start from."""
+        super().check_base(model)
+        output_features(model)
+        quantized = output_dtype(model) is None
+        if self.projection == "own" and not self.inference_mode and quantized:
+            raise ValueError(
+                "projection='own' starts from the output embeddings, which are quantized here: "
+                "choose projection='shared', or load the model without quantization."
+            )
+
+
+class HeadsAdapter(Adapter):
+    """``weights`` (heads, layers, hidden, hidden) and ``biases`` (heads, layers, hidden) of the
+    blocks; with own projections ``projections`` (heads, vocab, hidden)."""
+
+    def __init__(self, config: HeadsConfig, model: Any) -> None:
+        super().__init__(config, model)
+        hidden, _ = output_features(model)
+        heads, layers = config.num_heads, config.num_layers
+        tensors = {
+            WEIGHTS: torch.zeros(heads, layers, hidden, hidden),
+            BIASES: torch.zeros(heads, layers, hidden),
+        }
+        if config.projection == "own":
+            if config.inference_mode:  # the weights are loaded later
+                tensors[PROJECTION] = torch.zeros(heads, config.known_tokens(model), hidden)
+            else:
+                weight = output_weight(model)
+                assert weight is not None
+                rows = weight.detach()[: config.known_tokens(model)]
+                tensors[PROJECTION] = rows.expand(heads, -1, -1)
+        self.hold({**tensors, **config.fresh_shared(model, heads)})
+
+
+def head_states(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+    """Apply the heads' blocks to final hidden states.
+
+    Args:
+        weights: the adapter's parameters; leave out heads by slicing them.
+        hidden: ``(..., hidden)``.
+
+    Returns:
+        ``(..., heads, hidden)`` in the parameters' dtype, on their device.
+    """
+    blocks, biases = weights[WEIGHTS], weights[BIASES]
+    states = hidden.to(blocks).reshape(-1, hidden.shape[-1]).expand(len(blocks), -1, -1)
+    for layer in range(blocks.shape[1]):  # of all heads at once
+        made = torch.baddbmm(biases[:, layer, None], states, blocks[:, layer].mT)
+        states = states + functional.silu(made)
+    return states.unflatten(1, hidden.shape[:-1]).movedim(0, -2)
+
+
+def projected(model: Any, projections: Tensor, states: Tensor) -> Tensor:
+    """Own projections of ``states`` (..., heads, hidden), with the model's bias if it has one.
+
+    Tokens that the model has gained since get the lowest logits, and lost ones none.
+    """
+    # Some models' final states are in float32 (Falcon-Mamba).
+    each = zip(states.to(projections).unbind(-2), projections)
+    logits = torch.stack([functional.linear(x, weight, None) for x, weight in each], dim=-2)
+    logits = of_tokens(model, logits, torch.finfo(logits.dtype).min)
+    bias = output_bias(model)
+    return logits if bias is None else logits + bias.to(logits)
+
+
+#: ``tree="sparse"``: rank paths, the likeliest first. On held-out answers of a 22M model they are
+#: worth 0.3 % less than the 15 best nodes there (docs/methods/medusa.md).
+SPARSE: tuple[tuple[int, ...], ...] = (
+    (0,), (0, 0), (1,), (0, 0, 0), (2,), (0, 1), (1, 0), (0, 0, 1), (0, 0, 0, 0), (3,), (0, 2),
+    (2, 0), (1, 0, 0), (0, 1, 0), (4,),
+)  # fmt: skip
+
+
+def sparse_tree(_: Any, depth: int) -> TokenTree:
+    """15 draft tokens, most of them under likely ones."""
+    return TokenTree.from_paths(SPARSE).truncate(depth)
+
+
+class HeadPredictor(TablePredictor):
+    """Draft tokens are the heads' likeliest tokens; a step forwards only the tree.
+
+    All heads predict in every step, so the tree is always that of the last state.
+
+    Heads for distances that are not drafted are not used.
+
+    Args:
+        adapter: of a :class:`HeadsConfig`.
+    """
+
+    trees = {"sparse": sparse_tree, CHAIN: chain_tree}
+    reads = Reads("last")
+    held = (*TablePredictor.held, "weights")
+
+    def __init__(self, model: Any, options: Any, adapter: Adapter):
+        super().__init__(model, options, adapter, adapter.config.num_heads)
+        dtype = placement(model).dtype  # of hidden states
+        self.weights = {
+            name: weight[: self.depth].detach().to(dtype)
+            for name, weight in adapter.tensors().items()
+            if name in HEAD_WEIGHTS
+        }
+
+    def states(self, hidden: Tensor, depth: int) -> Tensor:
+        used = {name: tensor[:depth] for name, tensor in self.weights.items()}
+        return head_states(used, hidden).to(hidden)
+
+    def logits(self, states: Tensor) -> Tensor:
+        if PROJECTION in self.weights:
+            return projected(self.model, self.weights[PROJECTION], states)
+        return super().logits(states)
+
+    def future_states(self, input_ids: Tensor, places: Tensor) -> Iterator[Tensor]:
+        hidden = token_hidden(self.model, input_ids)[0]
+        for some in places.to(hidden.device).split(max(AT_ONCE // self.depth, 1)):
+            yield self.states(hidden[some], self.depth)

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from hf_spec.core.memory import RUNNING
+from hf_spec.threads import RUNNING
 
 #: The backend, by the name that ``torch.compile`` has for it, that records and compiles nothing.
 CUDA_GRAPHS = "cudagraphs"

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.device import bucket, to_device
-from hf_spec.core.rows import Holds
+from hf_spec.core.device import Holds, bucket, to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
 from hf_spec.modeling_patches.per_call import Changes
@@ -59,7 +58,7 @@ class CompiledTarget(Target, Holds):
         return _Step(self, tree, first, keys, changes, verify, after).run()
 
     def using(self, tensors: Iterator[Tensor], changing: Iterator[Tensor]) -> Self:
-        """See :class:`hf_spec.core.rows.Holds`; as it is before its first forward."""
+        """See :class:`hf_spec.core.device.Holds`; as it is before its first forward."""
         own = super().using(tensors, changing)
         own._watching, own._prunes, own._context = None, False, ForwardContext()
         return own

@@ -21,7 +21,6 @@ from transformers import CompileConfig
 from hf_spec.cache.attention import zeros
 from hf_spec.core.checks import check_choice, first_line
 from hf_spec.core.device import bucket
-from hf_spec.core.memory import RUNNING, memory
 from hf_spec.core.verify import StepResult
 from hf_spec.modeling_patches.fingerprint import fingerprint
 from hf_spec.modeling_patches.weights import placement
@@ -47,7 +46,7 @@ from hf_spec.target.captures import (
 from hf_spec.target.graph_parts import AnySize, Code, compile_in_parts
 from hf_spec.target.hidden_states import Read
 from hf_spec.target.recording import Recording, obstacle
-from hf_spec.threads import new_lock
+from hf_spec.threads import RUNNING, memory, new_lock
 
 # -- How far two computations of the same numbers may be apart -------------------------------------
 
@@ -132,7 +131,7 @@ def compiled_parts(backend: str, options: dict[str, Any]) -> AnySize:
 # -- Compiled and recorded functions of a model, kept between calls --------------------------------
 #
 # A function is compiled for its inputs' shapes, unless the backend is ``cudagraphs``; parts of
-# graphs that differ in one size share code (:mod:`.any_size`). It is captured by running it on
+# graphs that differ in one size share code (:mod:`.graph_parts`). It is captured by running it on
 # tensors without data (`torch.fx`): all Python code, hooks and context variables included, runs
 # then, and only tensor operations remain. A compiler gets these without guards: what guards would
 # check is part of the key under which the code is kept (:meth:`Graphs.get`), and the model's
@@ -142,7 +141,7 @@ def compiled_parts(backend: str, options: dict[str, Any]) -> AnySize:
 # (:mod:`.captures`), for these places in memory. Before anything is used, its results, and what it
 # writes, are compared with the function's, on several inputs (:data:`CHECKS`). Rounding can make
 # another choice, such as of one of two experts that are equally likely: code that differs is
-# checked once more, and refused if it goes on (:attr:`.recording.Limits.tries`).
+# checked once more, and refused if it goes on (:attr:`.recording.RecordLimits.tries`).
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,10 @@ from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_spec.core.device import Ragged, bucket
-from hf_spec.core.memory import memory
 from hf_spec.core.tree import Tree
+from hf_spec.modeling_patches.forwards import layer_input
 from hf_spec.modeling_patches.modules import decoder_of, num_layers, only_logits, takes
 from hf_spec.modeling_patches.per_call import Changes, step_aside
-from hf_spec.modeling_patches.skipping import layer_input
 from hf_spec.modeling_patches.weights import (
     features,
     in_use,
@@ -26,6 +25,7 @@ from hf_spec.modeling_patches.weights import (
     output_dtype,
     placement,
 )
+from hf_spec.threads import memory
 
 # -- A model's input embeddings as the rows of their matrix ----------------------------------------
 
@@ -204,7 +204,7 @@ TOGETHER = 128
 OTHERS = 1.7
 
 
-def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """The ``count`` largest of logits ``(..., vocab)``, or all of a smaller vocabulary, in a
     fraction of the time of ``topk`` and ``logsumexp``.
 
@@ -236,7 +236,7 @@ class Predicted(NamedTuple):
         valid: ``(batch, nodes)`` bool, False for padding.
         following: ``(batch, nodes, NUM_READ)`` int64 likeliest tokens, in descending order.
         log_probs: ``(batch, nodes, NUM_READ)`` float32, before any logits processor, roughly:
-            see :func:`likeliest`.
+            see :func:`largest`.
     """
 
     tokens: Tensor
@@ -249,7 +249,7 @@ class Predicted(NamedTuple):
     def of(cls, tree: Tree, logits: Tensor, ragged: Ragged | None = None) -> Predicted:
         """Of trees without probes; ``logits``: ``(batch, nodes, vocab)``, or without the padding
         of ``ragged`` nodes."""
-        following, values, total = likeliest(logits, NUM_READ)
+        following, values, total = largest(logits, NUM_READ)
         log_probs = values - total
         if ragged is not None:
             following, log_probs = ragged.pad(following), ragged.pad(log_probs)

@@ -19,11 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_spec.core.device import to_device
-from hf_spec.core.memory import RUNNING
-from hf_spec.core.rows import FollowsRows
+from hf_spec.core.device import FollowsRows, to_device
 from hf_spec.core.verify import sample
-from hf_spec.modeling_patches.ranks import random_state, set_random_state
+from hf_spec.modeling_patches.weights import random_state, set_random_state
+from hf_spec.threads import RUNNING
 
 #: How far a drafter's logits are trusted where tokens are sampled, see :func:`as_sampled`
 #: (docs/inside/appendix_choices.md).

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_spec.core.checks import check_switch
-from hf_spec.core.memory import locked, memory
 from hf_spec.modeling_patches.modules import unwrapped
 from hf_spec.modeling_patches.per_call import Changes, plain
 from hf_spec.modeling_patches.weights import made_anew, placement
+from hf_spec.threads import locked, memory
 
 # -- Whether a CPU has instructions for the dtype that a model computes in -------------------------
 

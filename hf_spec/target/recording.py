@@ -18,13 +18,12 @@ from packaging.version import Version
 from torch import distributed, nn
 
 from hf_spec.core.checks import check_switch
-from hf_spec.core.memory import memory
 from hf_spec.modeling_patches.attention_masks import runs_kernel
 from hf_spec.modeling_patches.fingerprint import Fingerprint
 from hf_spec.modeling_patches.modules import unwrapped
-from hf_spec.modeling_patches.ranks import tensor_parallel_size
-from hf_spec.modeling_patches.weights import placement
+from hf_spec.modeling_patches.weights import placement, tensor_parallel_size
 from hf_spec.target.captures import RECORDERS
+from hf_spec.threads import memory
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ RECORD_BY_DEFAULT = False
 # -- What it may take -----------------------------------------------------------------------------
 
 
-class Limits(NamedTuple):
+class RecordLimits(NamedTuple):
     """What recording may take.
 
     Attributes:
@@ -82,9 +81,9 @@ class Limits(NamedTuple):
 
 
 #: Where someone has asked for records.
-ASKED = Limits()
+ASKED = RecordLimits()
 #: Where nobody has.
-UNASKED = Limits(
+UNASKED = RecordLimits(
     wait=8, share=0.1, most=32, stale=60.0, tries=1, cache=2**30, card=0.05, slots=8192, rows=16,
     parts=4, gain=1.2,
 )  # fmt: skip
@@ -196,7 +195,7 @@ _HINT = Hint()
 # -- Whether and when a call's steps are recorded -------------------------------------------------
 
 
-class Call(NamedTuple):
+class CallFacts(NamedTuple):
     """What recording depends on of a call.
 
     Attributes:
@@ -227,7 +226,7 @@ class Recording:
     """
 
     on: bool = False
-    limits: Limits = field(default_factory=lambda: ASKED)
+    limits: RecordLimits = field(default_factory=lambda: ASKED)
     why: str | None = None
     hints: str | None = None
     by_default: bool = False
@@ -238,7 +237,7 @@ class Recording:
     _ran: dict[Hashable, bool] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: Any, call: Call) -> Recording:
+    def of(cls, model: Any, call: CallFacts) -> Recording:
         """Of a call that has no ``compile_config`` for it."""
         asked, device = is_asked(model), placement(model).device
         never, found = _first(_of_the_call(model, call)), cls()
@@ -393,7 +392,7 @@ def _first(reasons: Iterator[Reason]) -> str | None:
     return next((why for holds, why in reasons if holds), None)
 
 
-def _of_the_call(model: Any, call: Call) -> Iterator[Reason]:
+def _of_the_call(model: Any, call: CallFacts) -> Iterator[Reason]:
     """Why the steps of a call cannot be recorded."""
     device = placement(model).device
     yield device.type not in RECORDERS, f"the model is on {device}, and CUDA graphs need CUDA"
@@ -402,7 +401,7 @@ def _of_the_call(model: Any, call: Call) -> Iterator[Reason]:
     yield call.synced, "with synced_gpus, ranks with other prompts would wait for one that records"
 
 
-def _unasked(model: Any, call: Call, past: _Past) -> Iterator[Reason]:
+def _unasked(model: Any, call: CallFacts, past: _Past) -> Iterator[Reason]:
     """Why they are not where nobody has asked for it: what could do harm, and what no test or
     measurement covers."""
     yield past.ended is not None, f"it went wrong: {past.ended}"

@@ -18,9 +18,9 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from hf_spec.cache.recurrent import sequence_cache, states_before
-from hf_spec.core import mask as masks
 from hf_spec.core.device import to_device
 from hf_spec.core.shapes import ProbeGroup
+from hf_spec.core.tree import since
 from hf_spec.modeling_patches.attention_masks import Local, TreeAttention
 from hf_spec.modeling_patches.linear_attention import Running, tree_recurrences
 from hf_spec.modeling_patches.modules import (
@@ -31,9 +31,8 @@ from hf_spec.modeling_patches.modules import (
     only_logits,
 )
 from hf_spec.modeling_patches.per_call import Changes, changing
-from hf_spec.modeling_patches.ranks import Ranks
 from hf_spec.modeling_patches.support import checkpoints
-from hf_spec.modeling_patches.weights import output_features, placement
+from hf_spec.modeling_patches.weights import Ranks, output_features, placement
 from hf_spec.target.hidden_states import captured, model_logits, supported_kwargs
 from hf_spec.target.target import ProbeInputs, first_near
 
@@ -166,7 +165,7 @@ class _Run:
         seen: dict[Local | None, Tensor] = {None: visible[:, None]}
         for local in {local for local in self.attention.locals.values() if local is not None}:
             begin = first_near(local, query_positions)
-            seen[local] = visible[:, None] & masks.since(begin, key_positions)
+            seen[local] = visible[:, None] & since(begin, key_positions)
         if front:
             kinds = torch.arange(len(self.group), device=self.device).repeat(self.anchors.shape[1])
             learned = self.inputs.sees_front(kinds).expand(self.batch, 1, -1, -1)

@@ -13,16 +13,13 @@ from torch.nn.functional import pad
 
 from hf_spec.cache.attention import AttentionStates, bounded
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core import mask as masks
 from hf_spec.core.checks import first_line
-from hf_spec.core.device import Ragged, is_async, to_device
-from hf_spec.core.memory import memory
+from hf_spec.core.device import FollowsRows, Ragged, is_async, to_device
 from hf_spec.core.pruning import Pruning, keep_likely
-from hf_spec.core.rows import FollowsRows
-from hf_spec.core.tree import Tree, filled
+from hf_spec.core.tree import Tree, filled, packed_mask, ring_places, since, tree_mask
 from hf_spec.core.verify import HostResult, StepResult, VerifyProgram
 from hf_spec.modeling_patches.attention_masks import Local, TreeAttention
-from hf_spec.modeling_patches.dynamic_rope import DynamicRope, rope_ends
+from hf_spec.modeling_patches.forwards import Choose, DynamicRope, early_pruning, rope_ends
 from hf_spec.modeling_patches.linear_attention import Running, tree_recurrences
 from hf_spec.modeling_patches.low_rank import LowRank
 from hf_spec.modeling_patches.modules import (
@@ -33,9 +30,7 @@ from hf_spec.modeling_patches.modules import (
     takes,
 )
 from hf_spec.modeling_patches.per_call import Changes
-from hf_spec.modeling_patches.ranks import Ranks
-from hf_spec.modeling_patches.skipping import Choose, early_pruning
-from hf_spec.modeling_patches.weights import placement
+from hf_spec.modeling_patches.weights import Ranks, placement
 from hf_spec.target.graphs import TOLERANCE, DraftProgram, Graphs, difference
 from hf_spec.target.hidden_states import (
     NO_STATES,
@@ -45,6 +40,7 @@ from hf_spec.target.hidden_states import (
     captured,
     gather_hidden,
 )
+from hf_spec.threads import memory
 
 # -- The nodes of a tree that one forward runs over, and where slots stand for their mask ----------
 
@@ -99,7 +95,7 @@ class Slots(NamedTuple):
     """What attention of some layers sees slots of, while a tree's nodes are behind the tokens.
 
     Attributes:
-        held: ``(batch or 1, slots)`` the token or node in each, see :func:`masks.places`.
+        held: ``(batch or 1, slots)`` the token or node in each, see :func:`ring_places`.
         is_ring: whether they are not in this order.
     """
 
@@ -119,7 +115,7 @@ class Slots(NamedTuple):
         """
         slots = min(keys, states.slots(window))
         if slots < keys:
-            return cls(masks.places(lengths + nodes, slots), True)
+            return cls(ring_places(lengths + nodes, slots), True)
         return cls(torch.arange(keys, device=lengths.device)[None], False)
 
     def mask(
@@ -131,7 +127,7 @@ class Slots(NamedTuple):
         Args:
             visible: ``(batch, query, nodes)`` bool, which of the tree's nodes each sees.
             lengths: ``(batch,)`` tokens before the tree, which all see.
-            packed: see :func:`masks.packed`.
+            packed: see :func:`packed_mask`.
             begin: ``(batch, query)`` the first position that each sees; None: all.
             at_nodes: ``(batch, nodes)`` positions of all nodes, with ``begin``.
             learned: ``(batch, query, n)`` bool, what each sees of slots in front.
@@ -139,19 +135,19 @@ class Slots(NamedTuple):
         if packed and not self.is_ring:
             if begin is not None:
                 assert at_nodes is not None
-                visible = visible & masks.since(begin, at_nodes)[:, 0]
-            return masks.packed(visible, lengths, begin, learned)
+                visible = visible & since(begin, at_nodes)[:, 0]
+            return packed_mask(visible, lengths, begin, learned)
         if visible.shape[1:] == (1, 1):  # a plain step: its token is behind the prefix
             made = (self.held <= lengths[:, None])[:, None, None]
         else:
-            made = masks.tree(visible, lengths, self.held)
+            made = tree_mask(visible, lengths, self.held)
         if begin is not None:
             assert at_nodes is not None
-            made &= masks.since(begin, slot_positions(lengths, at_nodes, self.held))
+            made &= since(begin, slot_positions(lengths, at_nodes, self.held))
         if learned is not None:
             made = torch.cat([learned[:, None], made], dim=3)
         if packed:  # a ring, whose slots are bits
-            return masks.packed(visible[:, :, :0], torch.zeros_like(lengths), front=made[:, 0])
+            return packed_mask(visible[:, :, :0], torch.zeros_like(lengths), front=made[:, 0])
         return made
 
 

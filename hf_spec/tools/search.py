@@ -15,11 +15,11 @@ from typing import Any
 
 import optuna
 
-from hf_spec.adapters.config import fingerprint
+from hf_spec.adapters.config import weights_digest
 from hf_spec.core.checks import check_same_settings, explained
-from hf_spec.core.memory import forget
+from hf_spec.modeling_patches.forwards import LayerSkipper
 from hf_spec.modeling_patches.modules import num_layers
-from hf_spec.modeling_patches.skipping import LayerSkipper
+from hf_spec.threads import forget
 from hf_spec.tools.bench.contenders import Contender, contender_of
 from hf_spec.tools.bench.environment import device_of
 from hf_spec.tools.bench.prompts import Prompt, encode_prompts
@@ -97,7 +97,7 @@ class LayerSearch:
         texts = json.dumps([prompt.full_text for prompt in prompts])
         identity = {
             "max_new_tokens": max_new_tokens, "num_draft_tokens": num_draft_tokens, "seed": seed,
-            "model_fingerprint": fingerprint(model), "prompts": len(prompts),
+            "model_fingerprint": weights_digest(model), "prompts": len(prompts),
             "prompts_sha256": hashlib.sha256(texts.encode()).hexdigest(), **device_of(model),
         }  # fmt: skip
         if "identity" not in self.study.user_attrs:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_spec
-from hf_spec.adapters.config import FACTS, facts_of, fingerprint
+from hf_spec.adapters.config import FACTS, facts_of, weights_digest
 
 #: Where key-value heads are not 2: no grouped queries, or a single head.
 KEY_VALUE_HEADS = {
@@ -37,26 +37,26 @@ def test_a_model_without_a_config_has_no_facts() -> None:
 
 def test_fingerprints_follow_the_weights(fresh: Tiny, tmp_path: Path) -> None:
     model = fresh()
-    before = fingerprint(model)
+    before = weights_digest(model)
     assert before is not None and len(before) == 16 and int(before, 16) >= 0
-    assert fingerprint(fresh("mistral")) != before
+    assert weights_digest(fresh("mistral")) != before
     # Every parameter counts, and the strides of none.
     for name, parameter in model.named_parameters():
         changed = copy.deepcopy(model)
         changed.get_parameter(name).data.mul_(1.5)
-        assert fingerprint(changed) != before, name
+        assert weights_digest(changed) != before, name
         if parameter.ndim == 2:
             changed.get_parameter(name).data = parameter.data.T.contiguous().T
-            assert fingerprint(changed) == before
+            assert weights_digest(changed) == before
     # The entries that are read span the parameter.
     last = copy.deepcopy(model)
     last.lm_head.weight.data[-1] += 1
-    assert fingerprint(last) != before
+    assert weights_digest(last) != before
     model.save_pretrained(tmp_path)
-    assert fingerprint(AutoModelForCausalLM.from_pretrained(tmp_path)) == before
+    assert weights_digest(AutoModelForCausalLM.from_pretrained(tmp_path)) == before
     model.add_adapter(hf_spec.SpaceConfig(update="lora", rank=2))
     randomise(model, "SPACE")
-    assert fingerprint(model) == before
+    assert weights_digest(model) == before
 
 
 class Packed(nn.Parameter):
@@ -67,10 +67,10 @@ def test_weights_that_cannot_be_read(fresh: Tiny) -> None:
     model = fresh()
     layer = model.model.layers[0].mlp.up_proj
     layer.weight = Packed(layer.weight.data)
-    before = fingerprint(model)
+    before = weights_digest(model)
     layer.weight.data.zero_()
-    assert fingerprint(model) == before is not None
+    assert weights_digest(model) == before is not None
     layer = model.model.layers[1].mlp.up_proj
     layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
-    assert fingerprint(model) not in (None, before)
-    assert fingerprint(model.to("meta")) is None
+    assert weights_digest(model) not in (None, before)
+    assert weights_digest(model.to("meta")) is None

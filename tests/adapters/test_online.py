@@ -14,11 +14,11 @@ from running import drafting
 import hf_spec
 from hf_spec.adapters.layer import CONTAINER
 from hf_spec.adapters.loading import find_active, save_unattached
-from hf_spec.adapters.online import OnlineTraining, Text, batch_of
 from hf_spec.adapters.tuner import random_anchors
-from hf_spec.core.memory import forget
+from hf_spec.integrations import OnlineTraining, Text, batch_of
 from hf_spec.methods.registry import methods
 from hf_spec.target.sequences import IGNORED
+from hf_spec.threads import forget
 
 #: Methods whose adapters gradients train.
 TRAINED = [name for name, method in methods().items() if method.objective]

@@ -17,10 +17,9 @@ from hf_spec.tools import cli
 from hf_spec.tools.bench import runner
 from hf_spec.tools.bench import runner as session
 from hf_spec.tools.bench.checking import supported
-from hf_spec.tools.bench.contenders import add_untrained, contenders, parse_names
+from hf_spec.tools.bench.contenders import SyntheticRates, add_untrained, contenders, parse_names
 from hf_spec.tools.bench.prompts import Prompt, encode
 from hf_spec.tools.bench.runner import run as run_contenders
-from hf_spec.tools.bench.synthetic import SyntheticRates
 from hf_spec.tools.loading import Adapter, load_adapters, read_adapters
 
 NEW = 24

@@ -18,10 +18,15 @@ from tiny_checkpoint import make_model, make_tokenizer, save_checkpoint, write_p
 from hf_spec.core.shapes import TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.tools import cli
-from hf_spec.tools.bench.contenders import add_untrained, contenders, untrained
+from hf_spec.tools.bench.contenders import (
+    SyntheticRates,
+    accept_at,
+    add_untrained,
+    contenders,
+    untrained,
+)
 from hf_spec.tools.bench.prompts import Prompt
 from hf_spec.tools.bench.runner import run
-from hf_spec.tools.bench.synthetic import SyntheticRates, accept_at
 
 RATES = SyntheticRates((0.9, 0.6, 0.3))
 DEVIATIONS = 5

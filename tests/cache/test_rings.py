@@ -7,7 +7,7 @@ import pytest
 import torch
 from naive_cache import Pair, chain, dynamic, pack, random_states, small_buffers, write
 
-from hf_spec.core import mask as masks
+from hf_spec.core.tree import ring_places
 
 SPECS = [(2, 4, 4), (1, 8, 8), (2, 4, 4), (3, 4, 2)]
 WINDOWS = {"some": [None, 3, 20, 3], "all": [9] * 4, "one token": [None, 1, None, 1]}
@@ -32,7 +32,7 @@ def test_the_token_in_each_slot(ends: list[int], slots: int) -> None:
         for token in range(end):
             row[token % slots] = token
         wanted.append(row)
-    assert masks.places(torch.tensor(ends), slots).tolist() == wanted
+    assert ring_places(torch.tensor(ends), slots).tolist() == wanted
 
 
 @every_window

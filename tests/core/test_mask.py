@@ -6,8 +6,7 @@ import pytest
 import torch
 from random_trees import path_to, random_tree
 
-from hf_spec.core import mask as masks
-from hf_spec.core.tree import Tree
+from hf_spec.core.tree import Tree, since, tree_mask
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -35,10 +34,10 @@ def test_tree_mask_equals_the_double_loop(seed: int, window: int | None) -> None
         return visible and (window is None or position - positions[b][k] < window)
 
     shape = (len(trees), nodes - first, keys)
-    built = masks.tree(tree.ancestors[:, first:], on_device, torch.arange(keys)[None])
+    built = tree_mask(tree.ancestors[:, first:], on_device, torch.arange(keys)[None])
     if window is not None:
         query_positions = on_device[:, None] + tree.depths[:, first:]
-        built = built & masks.since(query_positions - window + 1, torch.tensor(positions))
+        built = built & since(query_positions - window + 1, torch.tensor(positions))
     expected = [
         [[rule(b, q, k) for k in range(shape[2])] for q in range(shape[1])] for b in range(shape[0])
     ]

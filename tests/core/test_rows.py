@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hf_spec.core.rows import FollowsRows, Holds, follows
+from hf_spec.core.device import FollowsRows, Holds, follows
 
 
 class Pair(NamedTuple):

@@ -12,7 +12,8 @@ from random_trees import GROUPS, path_to, paths_of, random_row, random_tree, vis
 from torch import Tensor
 
 from hf_spec.core import verify
-from hf_spec.core.tree import Row, Tree, TreeTensors
+from hf_spec.core.shapes import Row
+from hf_spec.core.tree import Tree, TreeTensors
 
 
 def check_row(tree: Tree, row: int, parents: Sequence[int]) -> None:

@@ -27,7 +27,6 @@ from torch import Tensor
 from transformers import CompileConfig
 
 import hf_spec
-from hf_spec.core.memory import memory
 from hf_spec.decoding.step import DeviceStep
 from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches.modules import CACHE
@@ -37,6 +36,7 @@ from hf_spec.target.compiled import _Step
 from hf_spec.target.graph_parts import AnySize, compile_in_parts
 from hf_spec.target.graphs import CHECKS
 from hf_spec.target.recording import ASKED
+from hf_spec.threads import memory
 
 pytestmark = pytest.mark.usefixtures("recorded")
 

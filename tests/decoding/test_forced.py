@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 import hf_spec
-from hf_spec.core.tree import Row
+from hf_spec.core.shapes import Row
 from hf_spec.draft import forced
 from hf_spec.draft.forced import DEEPEST, LEAST, LONGEST, MOST, completed
 

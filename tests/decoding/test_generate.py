@@ -31,8 +31,8 @@ from transformers.generation import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_spec
-from hf_spec.core.memory import memory
 from hf_spec.target.target import UNPADS
+from hf_spec.threads import memory
 
 Spec = dict[str, Any]
 

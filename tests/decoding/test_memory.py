@@ -16,9 +16,9 @@ from running import CAPTURED, as_if, drafting, one_of_each_kind
 from test_method_contract import FIRST, adapted, strategy
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StoppingCriteriaList
 
-from hf_spec.core.memory import memory
 from hf_spec.modeling_patches.modules import CACHE
 from hf_spec.modeling_patches.support import VERIFIED
+from hf_spec.threads import memory
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 LOOKUP = drafting("prompt_lookup")

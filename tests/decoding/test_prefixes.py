@@ -1,7 +1,6 @@
 """Prompts that begin as ended calls do begin with their states."""
 
 import random
-from collections.abc import Iterator
 from itertools import permutations
 from typing import Any
 
@@ -21,8 +20,7 @@ from transformers import DynamicCache
 import hf_spec
 from hf_spec import StepSharing, last_stats, share_steps
 from hf_spec.cache.tree_cache import TreeCache, take_over
-from hf_spec.decoding.cache_reuse import CacheOwner
-from hf_spec.decoding.prefixes import LEAST, Prefixes
+from hf_spec.decoding.cache_reuse import LEAST, CacheOwner, Prefixes
 from hf_spec.decoding.shared import SharedSteps
 from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches.modules import CACHE
@@ -35,12 +33,6 @@ WIDTH = 24
 @pytest.fixture
 def model() -> Any:
     return shared("llama_tied")
-
-
-@pytest.fixture
-def sharing(model: Any) -> Iterator[StepSharing]:
-    with share_steps(model) as found:
-        yield found
 
 
 def reused(model: Any) -> int:

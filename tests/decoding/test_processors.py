@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process
 
-from hf_spec.decoding.scoring import ROWWISE, STATELESS
+from hf_spec.decoding.acceptance import ROWWISE, STATELESS
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 LOOKUP = drafting("prompt_lookup")

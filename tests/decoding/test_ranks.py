@@ -27,7 +27,7 @@ from hf_spec.methods import mtp
 from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches.fingerprint import fingerprint
 from hf_spec.target import captures, recording
-from hf_spec.target.recording import Call, Recording
+from hf_spec.target.recording import CallFacts, Recording
 
 NEW = 16
 OPTIONS = {"layer_skip": {"skip_attention": [1], "skip_mlp": [2]}}
@@ -83,7 +83,7 @@ def replica(rank: int) -> dict[str, Any]:
     hf_spec.record(model, False)
     # By default such a process records nothing: nobody has tried it on several GPUs.
     recording.RECORD_BY_DEFAULT = True
-    why = Recording.of(copy.deepcopy(model), Call(fingerprint(model))).why
+    why = Recording.of(copy.deepcopy(model), CallFacts(fingerprint(model))).why
     recording.RECORD_BY_DEFAULT = False
     return {"equal": equal, "runs": details["runs"], "refused": details["refused"], "why": why}
 

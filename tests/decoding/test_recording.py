@@ -24,12 +24,12 @@ from transformers import GenerationMixin, LogitsProcessor
 
 import hf_spec
 from hf_spec.core.device import bucket
-from hf_spec.core.memory import memory
 from hf_spec.core.stats import SpecStats
 from hf_spec.modeling_patches.fingerprint import fingerprint
 from hf_spec.target import captures, recording
 from hf_spec.target.graphs import CHECKS, Graphs
 from hf_spec.target.recording import IDLE_STEPS, REPLAYS, Hint, Recording
+from hf_spec.threads import memory
 
 SPEC = strategy("prompt_lookup", num_draft_tokens=4)
 
@@ -383,12 +383,12 @@ def test_where_it_is_not_recorded(
         assert why in str(_why(model)), _why(model)
     assert why in caplog.text
     hf_spec.record(model)  # who asks for it gets it
-    assert recording.Recording.of(model, recording.Call(fingerprint(model))).on
+    assert recording.Recording.of(model, recording.CallFacts(fingerprint(model))).on
 
 
 def _why(model: Any) -> str | None:
     """Why a call would not be recorded."""
-    return recording.Recording.of(model, recording.Call(fingerprint(model))).why
+    return recording.Recording.of(model, recording.CallFacts(fingerprint(model))).why
 
 
 @pytest.mark.parametrize(

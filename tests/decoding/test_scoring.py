@@ -14,7 +14,7 @@ from transformers import (
 from transformers.generation import logits_process
 
 from hf_spec.core.tree import Tree
-from hf_spec.decoding.scoring import Scorer
+from hf_spec.decoding.acceptance import Scorer
 from hf_spec.decoding.sequences import Sequences
 
 VOCAB = 20

@@ -31,7 +31,7 @@ from test_sharing import at_once, outcomes
 
 import hf_spec
 from hf_spec import last_stats, share_steps
-from hf_spec.core.memory import memory
+from hf_spec.threads import memory
 
 pytestmark = pytest.mark.usefixtures("recorded")
 

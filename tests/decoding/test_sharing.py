@@ -31,7 +31,6 @@ from transformers import LogitsProcessor
 import hf_spec
 from hf_spec import RolloutHistory, StepSharing, last_stats, share_steps, threads
 from hf_spec.cache.tree_cache import TreeCache
-from hf_spec.core.memory import memory
 from hf_spec.decoding.loop import on_end
 from hf_spec.decoding.prefill import Prompt
 from hf_spec.decoding.shared import SharedSteps
@@ -39,6 +38,7 @@ from hf_spec.decoding.sharing import Turns
 from hf_spec.draft.drafter import Drafter
 from hf_spec.methods.prompt_lookup import PromptLookupDrafter
 from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.threads import memory
 
 #: Seconds after which a test fails that should not wait.
 PATIENCE = 60.0
@@ -47,15 +47,6 @@ PATIENCE = 60.0
 @pytest.fixture
 def model() -> Any:
     return shared("llama_tied")
-
-
-@pytest.fixture
-def sharing(model: Any) -> Iterator[StepSharing]:
-    with share_steps(model) as found:
-        yield found
-    assert StepSharing.of(model) is None
-    assert not found.rows and not found.cached_tokens
-    wait_until(lambda: not found._batches)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -21,11 +21,11 @@ from transformers import (
 )
 
 import hf_spec
-from hf_spec.core.memory import forget
 from hf_spec.decoding import loop
 from hf_spec.draft.policy import Plan, StepPolicy
 from hf_spec.methods.registry import methods
 from hf_spec.target.target import Target
+from hf_spec.threads import forget
 
 LENGTHS = (12, 5, 9, 11, 3, 7, 12, 8, 4, 10, 6, 12, 5, 9, 11, 2)
 NEW = 16

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from hf_spec.core.verify import HostResult
-from hf_spec.decoding.scoring import Scorer
+from hf_spec.decoding.acceptance import Scorer
 from hf_spec.decoding.sequences import Sequences
 
 EOS, WIDTH, MOST = 7, 3, 12

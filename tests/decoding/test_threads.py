@@ -16,9 +16,9 @@ from running import fingerprint, needed
 
 from hf_spec import share_steps
 from hf_spec.core import verify
-from hf_spec.core.memory import RUNNING
 from hf_spec.methods.registry import methods
 from hf_spec.target.noise import SamplingNoise
+from hf_spec.threads import RUNNING
 
 THREADS = 4
 GREEDY = {"max_new_tokens": 8, "do_sample": False}

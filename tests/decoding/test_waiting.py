@@ -16,8 +16,8 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import hf_spec
 from hf_spec import RolloutHistory
-from hf_spec.core.memory import memory
 from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.threads import memory
 
 LENGTHS = (12, 5, 9, 3, 7, 10)
 

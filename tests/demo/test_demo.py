@@ -12,7 +12,7 @@ from hf_spec.tools.bench.prompts import read_prompts
 from hf_spec.tools.bench.results import Measurement
 from hf_spec.tools.cli.bench import _Shown
 from hf_spec.tools.data import Prompt
-from hf_spec.tools.hub.folder import check_complete
+from hf_spec.tools.hub import check_complete
 from hf_spec.tools.loading import read_adapters
 
 

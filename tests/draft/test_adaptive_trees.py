@@ -20,9 +20,8 @@ from hf_spec.draft.grow import Frontier, grow
 from hf_spec.draft.policy import DraftExit, ends_early, is_likely
 from hf_spec.methods.registry import methods
 from hf_spec.predict import table
-from hf_spec.predict.heads import head_states
 from hf_spec.predict.markov import MarkovHead
-from hf_spec.predict.table import Predictions
+from hf_spec.predict.table import Predictions, head_states
 from hf_spec.target.hidden_states import output_logits
 
 Path = tuple[int, ...]

@@ -15,13 +15,13 @@ from step_by_hand import chain, commit
 from transformers import PreTrainedModel
 
 import hf_spec
-from hf_spec.core.memory import memory
 from hf_spec.core.verify import HostResult
 from hf_spec.draft.policy import StepPolicy
 from hf_spec.methods.eagle3 import Eagle3Config
 from hf_spec.predict import network
 from hf_spec.predict.network import DraftCache, NetworkPredictor
 from hf_spec.target.sequences import token_hidden
+from hf_spec.threads import memory
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 #: All tokens of the vocabulary below the root, so that each step accepts some.

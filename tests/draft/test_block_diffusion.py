@@ -19,7 +19,7 @@ from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import grow
 from hf_spec.predict.block_heads import codes_of
 from hf_spec.predict.blocks import block_sequences, visible
-from hf_spec.tools.hub.transfer import importable
+from hf_spec.tools.transfer import importable
 
 OURS = Path(__file__).parents[1] / "fixtures" / "drafters" / "block_diffusion"
 SHARED = Path(__file__).parents[2].parent / "shared" / "drafters"

@@ -9,7 +9,7 @@ from conftest import VOCAB, Tiny
 from running import draft_everything
 
 import hf_spec
-from hf_spec.core import memory
+from hf_spec import threads
 from hf_spec.target.noise import SamplingNoise
 
 
@@ -38,7 +38,7 @@ def test_the_noise_raises_acceptance(
         return out.tolist(), hf_spec.last_stats(model).mean_accepted_tokens
 
     texts, knowing = run()
-    memory.forget(model)
+    threads.forget(model)
     ahead = SamplingNoise.ahead
     monkeypatch.setattr(SamplingNoise, "ahead", lambda *args, **kwargs: 0 * ahead(*args, **kwargs))
     same, guessing = run()

@@ -4,7 +4,8 @@ import pytest
 import torch
 from random_trees import GROUPS
 
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.shapes import Row
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.draft.lookup import OTHERS, BatchLookup, Limits, merged
 

@@ -18,12 +18,18 @@ from forks import Program
 from running import drafting
 
 import hf_spec
-from hf_spec.core.memory import forget
 from hf_spec.draft import lookup_file
 from hf_spec.draft.lookup import END, History, Limits, Match
-from hf_spec.draft.lookup_file import AnswerFile, Corpus, LastingHistory, facts_of, history_of
+from hf_spec.draft.lookup_file import (
+    AnswerFile,
+    Corpus,
+    LastingHistory,
+    history_of,
+    tokenizer_facts,
+)
 from hf_spec.draft.options import DraftOptions
 from hf_spec.methods.registry import methods
+from hf_spec.threads import forget
 
 LONG = {"max_new_tokens": 40, "do_sample": False}
 FACTS = {"model_type": "llama", "vocab_size": 61, "bos_token_id": 1}
@@ -223,7 +229,7 @@ def other_tokenizer(path: Path, facts: dict[str, Any]) -> None:
 def test_files_that_are_none(fresh: Any, tmp_path: Path, make: Any, message: str) -> None:
     """Are refused, and stay as they are."""
     model, path = fresh("llama"), tmp_path / "answers"
-    make(path, facts_of(model.config))
+    make(path, tokenizer_facts(model.config))
     before = path.read_bytes() if path.is_file() else None
     with pytest.raises(ValueError, match=message):
         model.generate(prompt(), **LONG, **drafting("prompt_lookup", lookup_history=str(path)))
@@ -240,7 +246,7 @@ def test_a_fixed_file_is_searched_and_not_changed(fresh: Any, tmp_path: Path) ->
     model, path = fresh("llama"), tmp_path / "answers"
     plain = model.generate(prompt(), **LONG)
     answer = plain[0, prompt().shape[1] :].tolist()
-    AnswerFile(path, facts_of(model.config), fixed=True).add([answer])
+    AnswerFile(path, tokenizer_facts(model.config), fixed=True).add([answer])
     before = path.read_bytes()
     for ids in (prompt(), torch.tensor([[5, 6, 7]])):
         check_same(model, drafting("prompt_lookup", lookup_history=str(path)), ids, **LONG)

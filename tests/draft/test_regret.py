@@ -14,8 +14,9 @@ import pytest
 from covering import covering
 from fake_clock import FakeClock
 
+from hf_spec.core.shapes import Row
 from hf_spec.core.stats import SpecStats
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.tree import Tree
 from hf_spec.draft.learned import Learned
 from hf_spec.draft.policy import StepPolicy
 

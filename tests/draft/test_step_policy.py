@@ -25,10 +25,9 @@ from running import needed
 
 import hf_spec
 from hf_spec.core.device import bucket
-from hf_spec.core.memory import locked, memory
-from hf_spec.core.shapes import ProbeGroup, TokenTree
+from hf_spec.core.shapes import ProbeGroup, Row, TokenTree
 from hf_spec.core.stats import SpecStats
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.tree import Tree
 from hf_spec.draft.learned import WARM_UP, Array, Average, Calibration, Learned, StepTimes
 from hf_spec.draft.policy import (
     SIZES,
@@ -41,6 +40,7 @@ from hf_spec.methods.ppd.dynamic_tree import likeliest_paths
 from hf_spec.methods.registry import get_method, methods
 from hf_spec.predict.network import LevelPredictor
 from hf_spec.target.target import UNPADS
+from hf_spec.threads import locked, memory
 
 Seconds = Callable[[int], float]
 HERE = (1, 8, "cpu")

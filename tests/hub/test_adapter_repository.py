@@ -24,13 +24,15 @@ from hf_spec.adapters.config import shim_text
 from hf_spec.adapters.loading import find_active
 from hf_spec.core.checks import INSTALL
 from hf_spec.tools import cli
-from hf_spec.tools.hub.card import push, render_card, write_card
-from hf_spec.tools.hub.folder import (
+from hf_spec.tools.hub import (
     attached,
     check_complete,
+    push,
     read_spec_config,
+    render_card,
     save_adapter,
     save_spec_config,
+    write_card,
 )
 
 #: Adapters of the demo that are in the package, or stand beside the tests.
@@ -388,7 +390,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Mock:
         "training.json", "search.json", "results.json", "old.bin", "NOTES.md", "README.md"
     ]  # fmt: skip
     hub.create_commit.return_value.commit_url = "https://hub/commit/1"
-    monkeypatch.setattr("hf_spec.tools.hub.card.HfApi", lambda: hub)
+    monkeypatch.setattr("hf_spec.tools.hub.HfApi", lambda: hub)
     return hub
 
 

@@ -23,7 +23,7 @@ from hf_spec.adapters.loading import find_active
 from hf_spec.predict.blocks import HEADS
 from hf_spec.tools import cli
 from hf_spec.tools.formats import blocks
-from hf_spec.tools.hub.transfer import import_adapter, importable, recognized
+from hf_spec.tools.transfer import import_adapter, importable, recognized
 
 OURS = Path(__file__).parents[1] / "fixtures" / "drafters" / "block_diffusion"
 GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}

@@ -20,9 +20,8 @@ import hf_spec
 from hf_spec.files import read_json
 from hf_spec.tools.data import example
 from hf_spec.tools.data import read as read_rows
-from hf_spec.tools.hub.card import render_card
-from hf_spec.tools.hub.folder import check_complete, save_spec_config
-from hf_spec.tools.hub.transfer import import_adapter, recognized
+from hf_spec.tools.hub import check_complete, render_card, save_spec_config
+from hf_spec.tools.transfer import import_adapter, recognized
 
 DRAFTERS = Path(__file__).parents[1] / "fixtures" / "drafters"
 #: Released drafters, and what imports them.

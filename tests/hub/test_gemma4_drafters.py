@@ -24,7 +24,7 @@ from hf_spec.methods.registry import methods
 from hf_spec.predict.blocks import block_sequences
 from hf_spec.predict.losses import unrolled
 from hf_spec.target.sequences import token_hidden
-from hf_spec.tools.hub.transfer import export_adapter
+from hf_spec.tools.transfer import export_adapter
 
 #: Rounding of float32.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

@@ -17,8 +17,8 @@ from tiny_checkpoint import load_checkpoint
 import hf_spec
 from hf_spec.adapters.loading import find_active
 from hf_spec.tools import cli
-from hf_spec.tools.hub.folder import check_complete
-from hf_spec.tools.hub.transfer import find_published, import_adapter, importable, read_published
+from hf_spec.tools.hub import check_complete
+from hf_spec.tools.transfer import find_published, import_adapter, importable, read_published
 
 HEADS, HIDDEN, VOCAB = 3, 32, 260
 WANTS = importable("medusa")[1].wants

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 from hf_spec.adapters.loading import find_active
 from hf_spec.methods.eagle3 import Eagle3Config, Eagle3Network
 from hf_spec.predict.losses import Own, prediction_losses, unrolled
-from hf_spec.tools.hub.transfer import convert
+from hf_spec.tools.transfer import convert
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "drafters" / "eagle3"
 NAMES = ["tiny-llama", "tiny-llama-original", "tiny-llama-before-fc", "tiny-qwen3-31"]

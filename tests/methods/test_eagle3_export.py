@@ -16,7 +16,7 @@ from test_eagle3 import FIXTURES, base
 import hf_spec
 from hf_spec.adapters.loading import find_active
 from hf_spec.methods.eagle3 import Eagle3Network
-from hf_spec.tools.hub.transfer import convert, export_adapter, import_adapter
+from hf_spec.tools.transfer import convert, export_adapter, import_adapter
 
 
 def known(config: Any) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from torch import Tensor
 from hf_spec.adapters.loading import find_active
 from hf_spec.methods.eagle3 import FLAGS
 from hf_spec.tools import cli
-from hf_spec.tools.hub.folder import check_complete
-from hf_spec.tools.hub.transfer import convert, import_adapter, recognized
+from hf_spec.tools.hub import check_complete
+from hf_spec.tools.transfer import convert, import_adapter, recognized
 
 EMBEDDINGS = "embed_tokens.weight"
 

@@ -15,15 +15,16 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_spec
-from hf_spec.core.memory import forget
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.shapes import Row
+from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.decoding.sequences import Snapshot
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState
 from hf_spec.methods.layer_skip import LayerSkipOptions, LayerSkipPredictor, ThresholdExit
+from hf_spec.modeling_patches.forwards import LayerSkipper
 from hf_spec.modeling_patches.modules import CACHE
-from hf_spec.modeling_patches.skipping import LayerSkipper
 from hf_spec.target.target import Target
+from hf_spec.threads import forget
 
 # -- draft exit, eqs. (2)-(4) --------------------------------------------------------------------
 

@@ -28,8 +28,8 @@ from hf_spec.adapters.loading import find_active
 from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods import layer_skip
 from hf_spec.methods.registry import get_method
+from hf_spec.modeling_patches.forwards import LayerSkipper
 from hf_spec.modeling_patches.low_rank import _COPIES
-from hf_spec.modeling_patches.skipping import LayerSkipper
 from hf_spec.tools import cli
 
 SKIP: dict[str, Any] = {"skip_attention": [0, 1], "skip_mlp": [1]}

@@ -15,9 +15,9 @@ from torch.nn import functional
 import hf_spec
 from hf_spec.adapters.loading import find_active
 from hf_spec.draft.policy import StepPolicy
-from hf_spec.draft.state import DecodeState
+from hf_spec.draft.predictor import DecodeState
 from hf_spec.methods.registry import methods
-from hf_spec.predict.heads import PROJECTION, head_states, projected
+from hf_spec.predict.table import PROJECTION, head_states, projected
 from hf_spec.target.hidden_states import output_logits
 from hf_spec.target.sequences import token_hidden
 

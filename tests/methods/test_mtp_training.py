@@ -27,8 +27,8 @@ from hf_spec.decoding.call import choose
 from hf_spec.methods import mtp
 from hf_spec.methods.mtp import MtpConfig, loss, mtp_layers
 from hf_spec.predict.losses import LIKELIEST
-from hf_spec.tools.training.evaluation import EvalDecoding
 from hf_spec.tools.training.train import train
+from hf_spec.tools.training.trainer import EvalDecoding
 
 pytestmark = pytest.mark.usefixtures("mtp_as_shipped")
 

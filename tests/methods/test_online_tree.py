@@ -13,8 +13,8 @@ from replay import RECORDED
 from running import drafting
 
 import hf_spec
+from hf_spec import threads
 from hf_spec.adapters.config import MARKOV_HEAD
-from hf_spec.core import memory
 from hf_spec.core.tree import Tree
 from hf_spec.draft.grow import grow
 from hf_spec.methods.propd import (
@@ -138,7 +138,7 @@ def generate(model: Any, inputs: dict[str, Any], way: Any = None, **options: Any
 
 def hits_of(model: Any) -> list[HitRates]:
     """What calls with a model have learned."""
-    known = memory.memory(model)["learned"].values()
+    known = threads.memory(model)["learned"].values()
     return [one for one in known if isinstance(one, HitRates)]
 
 

@@ -27,7 +27,7 @@ from hf_spec.methods import ppd as drafter_module
 from hf_spec.methods.ppd import ept_group
 from hf_spec.methods.ppd import loss as objective
 from hf_spec.modeling_patches.modules import CACHE
-from hf_spec.tools.hub.card import write_card
+from hf_spec.tools.hub import write_card
 from hf_spec.tools.training.train import train
 
 #: Everything that changes a forward, alone and together.

@@ -12,8 +12,8 @@ from tiny_checkpoint import make_model
 
 import hf_spec
 from hf_spec.adapters.loading import find_active
-from hf_spec.tools.hub.folder import check_complete
-from hf_spec.tools.hub.transfer import import_adapter
+from hf_spec.tools.hub import check_complete
+from hf_spec.tools.transfer import import_adapter
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])

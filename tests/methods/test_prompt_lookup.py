@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_spec.core.tree import Row
+from hf_spec.core.shapes import Row
 from hf_spec.core.verify import HostResult
 from hf_spec.draft.lookup import (
     WEIGHT_PER_NGRAM,

@@ -17,10 +17,10 @@ from torch import Tensor
 import hf_spec
 from hf_spec.adapters.checkpoint import WEIGHTS
 from hf_spec.adapters.loading import find_active
-from hf_spec.core.memory import forget
 from hf_spec.draft.drafter import Drafter
 from hf_spec.methods.registry import methods
 from hf_spec.predict.recycling import ORDERS, SuccessorTable, largest_prime, learned_table
+from hf_spec.threads import forget
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 NAME = "token_recycling"

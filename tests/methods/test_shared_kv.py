@@ -22,7 +22,7 @@ from transformers.generation.candidate_generator import (
 import hf_spec
 from hf_spec.draft.grow import Frontier
 from hf_spec.methods.draft_model import SharedKVPredictor
-from hf_spec.modeling_patches import shared_kv
+from hf_spec.modeling_patches import forwards
 from hf_spec.target.graphs import Graphs
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
@@ -277,7 +277,7 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(wide, assistant, "it reads states of size 32, and these have 40. Give")
     refused(model, copy.deepcopy(assistant).to("meta"), f"{name} has offloaded weights, .*onto one")
     with monkeypatch.context() as patch:
-        patch.setattr(shared_kv, "tensor_parallel_size", lambda model: 2)
+        patch.setattr(forwards, "tensor_parallel_size", lambda model: 2)
         refused(model, assistant, "each of the 2 processes that share the model holds a part")
     with monkeypatch.context() as patch:
         patch.delattr(type(assistant), "create_attention_masks")

@@ -9,8 +9,8 @@ from conftest import check_same, prompt, ragged
 from running import CAPTURED, default_dtype, drafting
 
 import hf_spec
-from hf_spec.core.memory import forget, memory
-from hf_spec.core.tree import Row, Tree
+from hf_spec.core.shapes import Row
+from hf_spec.core.tree import Tree
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.draft.grow import Children, Frontier
 from hf_spec.methods.registry import get_method, methods
@@ -27,6 +27,7 @@ from hf_spec.predict.recycling import (
     largest_prime,
 )
 from hf_spec.target.hidden_states import NUM_READ, Predicted
+from hf_spec.threads import forget, memory
 
 VOCAB = 20
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from two_tokenizers import LETTERS, SPECIAL, WORDS, make, of_words
 
 import hf_spec
-from hf_spec.core.tree import Row
+from hf_spec.core.shapes import Row
 from hf_spec.draft.translation import Assistant, Texts, Translation, translation
 from hf_spec.methods.draft_model import DraftModelPredictor, TextPredictor
 from hf_spec.methods.registry import get_method

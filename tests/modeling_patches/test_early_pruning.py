@@ -13,9 +13,9 @@ from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.pruning import connected
 from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import Tree
+from hf_spec.modeling_patches.forwards import early_pruning, layer_input
 from hf_spec.modeling_patches.modules import num_layers
 from hf_spec.modeling_patches.per_call import Changes
-from hf_spec.modeling_patches.skipping import early_pruning, layer_input
 from hf_spec.target.target import Output, ProbeInputs, Target
 
 LENGTHS = (12, 9, 6)

@@ -21,8 +21,8 @@ from transformers import (
     DynamicCache,
 )
 
+from hf_spec.modeling_patches.forwards import LayerSkipper
 from hf_spec.modeling_patches.modules import CACHE, decoder_layers, mixers, mlps
-from hf_spec.modeling_patches.skipping import LayerSkipper
 
 LAYERS = 4
 

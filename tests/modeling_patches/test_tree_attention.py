@@ -24,8 +24,7 @@ from running import drafting
 from torch import Tensor
 
 import hf_spec
-from hf_spec.core import mask as masks
-from hf_spec.core.tree import Tree
+from hf_spec.core.tree import Tree, tree_mask
 from hf_spec.methods.registry import methods
 from hf_spec.modeling_patches import attention_masks
 from hf_spec.modeling_patches.attention_masks import (
@@ -107,7 +106,7 @@ def test_packed_is_dense(nodes: int, front: int, local: Local | None) -> None:
     tree, lengths = trees(nodes, nodes, (0, 131))
     slots = 131 + nodes + 9
     learned = torch.rand(2, nodes, front) < 0.5
-    expected = masks.tree(tree.ancestors, lengths, torch.arange(slots)[None])
+    expected = tree_mask(tree.ancestors, lengths, torch.arange(slots)[None])
     positions = lengths[:, None] + tree.depths
     at = torch.arange(slots).repeat(2, 1)
     at.scatter_(1, lengths[:, None] + torch.arange(nodes), positions)
@@ -290,7 +289,7 @@ def test_the_same_tokens_and_drafts(
     """Without any dense mask."""
     tau = check_model(tiny, name, strategy, fields, attention="sdpa")
     assert not emulated_calls
-    monkeypatch.setattr(masks, "tree", None)
+    monkeypatch.setattr("hf_spec.target.target.tree_mask", None)
     assert check_model(tiny, name, strategy, fields) == tau
     assert max(queries for queries, *_ in emulated_calls) > 1
 

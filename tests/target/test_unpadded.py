@@ -13,11 +13,11 @@ from torch import Tensor
 
 import hf_spec
 from hf_spec.core.device import Ragged
-from hf_spec.core.memory import memory
 from hf_spec.core.tree import Tree
 from hf_spec.draft.policy import shares
 from hf_spec.target.hidden_states import Reads
 from hf_spec.target.target import UNPADS, Output, Target
+from hf_spec.threads import memory
 
 LENGTHS = (12, 9, 6)
 #: Models whose attention is their own, or eager.

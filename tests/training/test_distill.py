@@ -19,7 +19,7 @@ from tiny_checkpoint import make_model, save_checkpoint, write_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import hf_spec
-from hf_spec.adapters.config import fingerprint
+from hf_spec.adapters.config import weights_digest
 from hf_spec.files import exclusive
 from hf_spec.tools import cli
 from hf_spec.tools.bench import runner
@@ -166,7 +166,7 @@ def test_rows_are_those_of_plain_generate(
     assert (made["strategy"], made["strategy_kwargs"]) == (name, options)
     assert made["adapter"] == ("skip" if name == "layer_skip" else None)
     plain = AutoModelForCausalLM.from_pretrained(root / "m")
-    assert made["model_fingerprint"] == fingerprint(plain)  # adapters do not count
+    assert made["model_fingerprint"] == weights_digest(plain)  # adapters do not count
     for shown in (
         f"examples: {len(oracle)}", f"{tokens}", f"{measured['tokens_per_second']:.1f} tokens/s",
         f"tau {measured['tau']:.2f}", str(tmp_path / "out"),

@@ -16,7 +16,7 @@ from hf_spec.predict.recycling import ORDERS
 from hf_spec.target.hidden_states import NUM_READ
 from hf_spec.tools import cli
 from hf_spec.tools.cli.train import parse_options
-from hf_spec.tools.hub.card import files_to_upload
+from hf_spec.tools.hub import files_to_upload
 from hf_spec.tools.training import train as training
 from hf_spec.tools.training.arguments import config_fields
 from hf_spec.tools.training.train import train

@@ -37,9 +37,8 @@ from hf_spec.tools.training.arguments import (
     config_fields,
     spec_arguments,
 )
-from hf_spec.tools.training.evaluation import EvalDecoding
 from hf_spec.tools.training.train import check_lengths, train
-from hf_spec.tools.training.trainer import SpecTrainer
+from hf_spec.tools.training.trainer import EvalDecoding, SpecTrainer
 
 METHOD, CONFIG = TRAININGS["bita"]
 

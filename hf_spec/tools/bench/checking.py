@@ -43,7 +43,7 @@ NODES = 8
 COVERED, FIRST = 0.8, 0.1
 #: Standard errors within which a mean over prompts is taken to lie.
 ERRORS = 2.0
-#: Draft tokens of a step in metadata of cards (``said_of`` in ``hf_spec/tools/hub/card.py``).
+#: Draft tokens of a step in metadata of cards (``said_of`` in ``hf_spec/tools/hub.py``).
 SIZE = re.compile(r"(trees|chains) of (\d+)")
 
 

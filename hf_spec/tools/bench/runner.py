@@ -20,17 +20,20 @@ from transformers.generation import ContinuousBatchingConfig
 import hf_spec
 from hf_spec.adapters.loading import active_names, fine_tunes
 from hf_spec.core.checks import check_count, explained
-from hf_spec.core.memory import exchange
 from hf_spec.core.stats import SpecStats, synchronize
+from hf_spec.decoding.sequences import eos_ids, pad_left
 from hf_spec.modeling_patches.modules import unwrapped
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.predict.recycling import learned_table
 from hf_spec.target.captures import CUDA_GRAPHS, check_recording
 from hf_spec.target.packed_weights import packed_weights
+from hf_spec.threads import exchange
 from hf_spec.tools.bench.contenders import (
     BASELINE,
+    RATES,
     STOCK_BATCHES,
     Contender,
+    SyntheticRates,
     contender_of,
     needs_assistant,
     parse_names,
@@ -39,7 +42,6 @@ from hf_spec.tools.bench.contenders import (
 )
 from hf_spec.tools.bench.prompts import batches, encode, encode_prompts, next_turn, spread
 from hf_spec.tools.bench.results import Agreement, BenchResult, Measurement, classify
-from hf_spec.tools.bench.synthetic import OPTION, SyntheticRates
 from hf_spec.tools.data import ALL, Prompt, Row, example, progress_bar
 
 T = TypeVar("T")
@@ -70,12 +72,6 @@ def _generation_config(model: Any, tokenizer: Any, greedy: bool, ends: bool) -> 
     if not ends:
         config.eos_token_id = None
     return config
-
-
-def eos_ids(config: Any) -> list[int]:
-    """The tokens that end a text, by a generation config."""
-    eos = config.eos_token_id
-    return [eos] if isinstance(eos, int) else list(eos or ())
 
 
 class Turn(NamedTuple):
@@ -280,16 +276,6 @@ class Session:
         return seconds, sequences, None, stats
 
 
-def pad_left(
-    rows: Sequence[Sequence[int]], pad: int, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Sequences as left-padded ``input_ids`` and ``attention_mask``, both ``(batch, seq)``."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + [*row] for row in rows], device=device)
-    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-    return {"input_ids": ids, "attention_mask": torch.tensor(mask, device=device)}
-
-
 def continuous(
     model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor,
     assistant_kwargs: Mapping[str, Any], **options: Any,
@@ -362,7 +348,7 @@ def run(
     _check(prompts, contenders, batch_sizes, max_new_tokens, limit, synthetic)
     if continuous and (compiled or synthetic is not None):
         raise ValueError(
-            f"continuous batches with {'compiled steps' if compiled else OPTION}: rows are not "
+            f"continuous batches with {'compiled steps' if compiled else RATES}: rows are not "
             "admitted there. Leave one out."
         )
     if compiled == CUDA_GRAPHS:
@@ -483,7 +469,7 @@ def _check(
         check_count("batch_size", size)
     stock = [item.name for item in contenders if item.single_row]
     if synthetic and stock:
-        raise ValueError(f"{stock[0]} accepts by itself, not by {OPTION}: leave it out")
+        raise ValueError(f"{stock[0]} accepts by itself, not by {RATES}: leave it out")
 
 
 def _turns(result: BenchResult, size: int, continuous: bool) -> list[Turn]:

@@ -254,7 +254,7 @@ def bench(
       hf-spec bench --model M --adapter ./eagle3 --suite spec-bench --prompts question.jsonl \\
           --max-new-tokens 1024 --do-sample --temperature 1
     """
-    from hf_spec.tools.bench.contenders import add_untrained
+    from hf_spec.tools.bench.contenders import SyntheticRates, add_untrained
     from hf_spec.tools.bench.environment import environment_of
     from hf_spec.tools.bench.prompts import (
         BUNDLED,
@@ -266,7 +266,6 @@ def bench(
         suite_prompts,
     )
     from hf_spec.tools.bench.runner import run
-    from hf_spec.tools.bench.synthetic import SyntheticRates
 
     # Everything that can be checked without a model comes first.
     sizes = opt.whole_numbers("--batch-size", batch_size)
@@ -423,8 +422,7 @@ def _write(
     from hf_spec.methods.registry import get_method
     from hf_spec.tools.bench.environment import environment_of, package_version
     from hf_spec.tools.bench.results import write_results
-    from hf_spec.tools.hub.card import write_card
-    from hf_spec.tools.hub.folder import RESULTS, SEARCH, attached, save_adapter
+    from hf_spec.tools.hub import RESULTS, SEARCH, attached, save_adapter, write_card
     from hf_spec.tools.search import STRATEGY
 
     environment = environment_of(work.model, model, prompts)

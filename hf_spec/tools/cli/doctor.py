@@ -127,7 +127,7 @@ def _examined(
     from hf_spec.files import read_json
     from hf_spec.methods.registry import get_method
     from hf_spec.tools.bench import checking
-    from hf_spec.tools.hub.folder import TRAINING
+    from hf_spec.tools.hub import TRAINING
 
     obstacles, choice = checking.supported(model), choose(model)
     tried: dict[str, str] = {}

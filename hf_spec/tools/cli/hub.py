@@ -42,7 +42,7 @@ def card(
       hf-spec bench --model M --adapter ./skip --prompts P.jsonl --output ./skip
       hf-spec card ./skip --repository org/name --license apache-2.0 --language en
     """
-    from hf_spec.tools.hub.card import write_card
+    from hf_spec.tools.hub import write_card
 
     said = _said(license, language)
     echo(f"card: {write_card(folder, repository, base_model, **said)}")
@@ -78,9 +78,8 @@ def push(
       hf-spec push ./skip org/qwen3-0.6b-layer-skip
       hf-spec push ./skip org/name --private --revision v2
     """
-    from hf_spec.tools.hub.card import files_to_upload
-    from hf_spec.tools.hub.card import push as upload
-    from hf_spec.tools.hub.folder import CARD
+    from hf_spec.tools.hub import CARD, files_to_upload
+    from hf_spec.tools.hub import push as upload
 
     said = _said(license, language)
     if dry_run:
@@ -143,7 +142,7 @@ def import_(
       hf-spec import ./model/pytorch_model.bin.index.json --type medusa --model ./model \\
           --output ./medusa
     """
-    from hf_spec.tools.hub import transfer as work
+    from hf_spec.tools import transfer as work
 
     given = opt.json_object("--config", config)
     if kind is None:
@@ -177,8 +176,8 @@ def export(
       hf-spec export ./eagle3 --format sglang --output ./drafter
     """
     from hf_spec.files import read_json
-    from hf_spec.tools.hub import transfer as work
-    from hf_spec.tools.hub.folder import CONFIG
+    from hf_spec.tools import transfer as work
+    from hf_spec.tools.hub import CONFIG
 
     work.exporter(folder, form)
     name = model or read_json(folder / CONFIG).get("base_model_name_or_path")

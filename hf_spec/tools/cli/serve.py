@@ -2,19 +2,23 @@
 
 import ctypes
 import importlib.util
+import json
 import os
 import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Mapping
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from typer import Argument, Context, Option, echo
 
 from hf_spec.core.checks import first_line, install_extra, nearest
+from hf_spec.threads import locked
 from hf_spec.tools.cli import common as opt
 from hf_spec.tools.cli.common import INTERRUPTED, NO_STRATEGY, require, single_strategy
 from hf_spec.tools.loading import check_model, load_adapters, read_adapters
@@ -245,7 +249,6 @@ def _prepare_models(
     from hf_spec.draft.options import AUTO
     from hf_spec.modeling_patches.served_models import on_load, on_metrics, on_request, tell
     from hf_spec.target.packed_weights import pack_where_it_pays
-    from hf_spec.tools.cli.metrics import Metrics
 
     given = {name: limit for name, limit in (limits or {}).items() if limit is not None}
     if given and not shares:
@@ -381,3 +384,87 @@ def _report(stats: Any) -> None:
         f"{tokens / stats.total_seconds:.1f} tokens/s{beside}",
         err=True,
     )
+
+
+# -- What a server tells about itself --------------------------------------------------------------
+
+
+#: Seconds that count for the tokens per second.
+RECENT = 60.0
+
+
+class Kind(NamedTuple):
+    """Requests that are counted together."""
+
+    model: str
+    strategy: str
+
+
+class Metrics:
+    """Counts the requests of a server that name a strategy, once they are answered.
+
+    Args:
+        clock: the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._began = clock, clock()
+        self._sharing: dict[str, Any] = {}
+        self._requests: Counter[Kind] = Counter()
+        self._totals: dict[Kind, Any] = {}
+        self._recent: deque[tuple[float, Kind, int]] = deque()  # when, and how many tokens
+
+    @locked
+    def follow(self, model: str, sharing: Any) -> None:
+        """Tell how many rows a model has."""
+        self._sharing[model] = sharing
+
+    @locked
+    def add(self, model: str, stats: Any) -> None:
+        """Count an answered request."""
+        kind = Kind(model, stats.strategy)
+        self._requests[kind] += 1
+        self._totals.setdefault(kind, type(stats)()).merge(stats)
+        self._recent.append((self._clock(), kind, stats.num_generated_tokens))
+        self._forget()
+
+    def _forget(self) -> None:
+        while self._recent and self._recent[0][0] <= self._clock() - RECENT:
+            self._recent.popleft()
+
+    @locked
+    def text(self) -> str:
+        """All of it, in Prometheus' text format."""
+        self._forget()
+        recent: Counter[Kind] = Counter()
+        for _, kind, tokens in self._recent:
+            recent[kind] += tokens
+        seconds = min(RECENT, max(self._clock() - self._began, 1.0))
+        totals, sharing = self._totals.items(), self._sharing.items()
+        tables: list[tuple[str, str, str, Iterable[tuple[dict[str, str], float]]]] = [
+            ("rows", "gauge", "Sequences that share steps now.",
+             (({"model": name}, one.rows) for name, one in sharing)),
+            ("cached_tokens", "gauge", "Tokens that there is room for in their caches.",
+             (({"model": name}, one.cached_tokens) for name, one in sharing)),
+            ("prefix_tokens", "gauge", "Tokens whose states are kept for prompts.",
+             (({"model": name}, one.prefix_tokens) for name, one in sharing)),
+            ("requests_total", "counter", "Answered requests.",
+             ((kind._asdict(), count) for kind, count in self._requests.items())),
+            ("request_seconds_total", "counter", "Time that they ran, in seconds.",
+             ((kind._asdict(), one.total_seconds) for kind, one in totals)),
+            ("tokens_total", "counter", "Generated tokens.",
+             ((kind._asdict(), one.num_generated_tokens) for kind, one in totals)),
+            ("row_steps_total", "counter", "Forward passes, counted once per sequence.",
+             ((kind._asdict(), one.num_row_steps) for kind, one in totals)),
+            ("tau", "gauge", "Generated tokens per forward pass and sequence.",
+             ((kind._asdict(), one.tau) for kind, one in totals)),
+            ("tokens_per_second", "gauge", "Of requests that were answered in the last minute.",
+             ((kind._asdict(), recent[kind] / seconds) for kind in self._totals)),
+        ]  # fmt: skip
+        lines = []
+        for name, shape, said, values in tables:
+            lines += [f"# HELP hf_spec_{name} {said}", f"# TYPE hf_spec_{name} {shape}"]
+            for labels, value in values:
+                quoted = (f"{at}={json.dumps(of, ensure_ascii=False)}" for at, of in labels.items())
+                lines.append(f"hf_spec_{name}{{{','.join(quoted)}}} {value:.10g}")
+        return "\n".join(lines) + "\n"

@@ -444,8 +444,8 @@ def train(
     if not record:  # not the main process
         return
 
-    from hf_spec.tools.hub.card import write_card
-    from hf_spec.tools.training.evaluation import outcome
+    from hf_spec.tools.hub import write_card
+    from hf_spec.tools.training.trainer import outcome
 
     write_card(output)
     for line in outcome(record):
@@ -484,14 +484,14 @@ def lookups(
           --strategy-kwargs '{"lookup_history": "./answers.sqlite"}' --output ./bench
     """
     require("train", "accelerate", "datasets")
-    from hf_spec.draft.lookup_file import AnswerFile, facts_of
+    from hf_spec.draft.lookup_file import AnswerFile, tokenizer_facts
     from hf_spec.tools.loading import load_tokenizer
     from hf_spec.tools.training.dataset import answers_of, read_answers
 
     config, tokenizer = load_tokenizer(model)
     answers = [ids for one in data for ids in answers_of(read_answers(one, tokenizer))]
     output.parent.mkdir(parents=True, exist_ok=True)
-    file = AnswerFile(output, facts_of(config), fixed)
+    file = AnswerFile(output, tokenizer_facts(config), fixed)
     with explained(f"cannot write {str(output)!r}", sqlite3.Error):
         new = file.num_new(answers)
         file.add(answers)

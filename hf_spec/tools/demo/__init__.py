@@ -16,7 +16,7 @@ from hf_spec.core.verify import HostResult
 from hf_spec.files import read_json
 from hf_spec.tools.bench.prompts import BUNDLED, read_prompts, spread
 from hf_spec.tools.data import Prompt
-from hf_spec.tools.hub.folder import CONFIG
+from hf_spec.tools.hub import CONFIG
 from hf_spec.tools.loading import Adapter, load_adapters, load_model, read_adapters
 
 SHIPPED = Path(str(files("hf_spec.tools.demo")))

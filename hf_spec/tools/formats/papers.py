@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_spec.core.checks import MAX_BLOCKS, MAX_FUTURE
 from hf_spec.modeling_patches.mtp import SPECULATORS, gathered
-from hf_spec.predict.heads import BIASES, PROJECTION, WEIGHTS
+from hf_spec.predict.table import BIASES, PROJECTION, WEIGHTS
 from hf_spec.tools.formats.tables import KIND, Files, Reader, check_size
 
 #: Fields of both: without a Markov head, for all tokens.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from jinja2 import TemplateError
 
-from hf_spec.adapters.config import fingerprint
+from hf_spec.adapters.config import weights_digest
 from hf_spec.core.checks import check_same_settings, first_line
 from hf_spec.decoding.call import UNTRAINED, choose
 from hf_spec.files import read_json, write_atomically, write_json, writing
@@ -250,7 +250,7 @@ class Generating:
         self.processes, self.is_main = state.num_processes, state.is_main_process
 
     def weights(self) -> dict[str, Any]:
-        return {"model_fingerprint": fingerprint(self.model)}
+        return {"model_fingerprint": weights_digest(self.model)}
 
     def origin(self) -> dict[str, Any]:
         environment = environment_of(self.model, self._name, None)

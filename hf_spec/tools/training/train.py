@@ -20,7 +20,7 @@ from transformers import set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_spec.adapters.config import fingerprint
+from hf_spec.adapters.config import weights_digest
 from hf_spec.adapters.loading import load_unattached, save_unattached
 from hf_spec.adapters.tuner import Fit, TrainingBatch
 from hf_spec.core.checks import check_same_settings
@@ -32,7 +32,7 @@ from hf_spec.modeling_patches.support import check_model
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.sequences import KEEPER
 from hf_spec.tools.bench.environment import PACKAGES, device_name, package_version
-from hf_spec.tools.hub.folder import TRAINING, attached, save_adapter, save_spec_config
+from hf_spec.tools.hub import TRAINING, attached, save_adapter, save_spec_config
 from hf_spec.tools.training.arguments import (
     SpecArguments,
     config_fields,
@@ -50,8 +50,7 @@ from hf_spec.tools.training.dataset import (
     spans,
     split,
 )
-from hf_spec.tools.training.evaluation import EvalDecoding
-from hf_spec.tools.training.trainer import SpecTrainer, gathered, save_model
+from hf_spec.tools.training.trainer import EvalDecoding, SpecTrainer, gathered, save_model
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +211,7 @@ def train(
             check_lengths(training_rows, args.max_length)
             # Names only: parameters that are held here would stay whole where others are sharded.
             base = [name for name, _ in model.named_parameters()] if trains_base else []
-            known = str(fingerprint(model))
+            known = str(weights_digest(model))
             peft_model = stack.enter_context(
                 attached(model, adapter_config, in_float32=True, trained=start)
             )

@@ -1,11 +1,14 @@
-"""Forwards that leave out layers, or tokens in deeper layers."""
+"""Forwards of a call that differ from the model's own: without some layers, without some tokens in
+deeper layers, with rotary frequencies of another length, with another model's keys and values."""
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from hf_spec.modeling_patches.linear_attention import entries, keeps_states
 from hf_spec.modeling_patches.modules import (
@@ -17,7 +20,8 @@ from hf_spec.modeling_patches.modules import (
     mlps,
     unwrapped,
 )
-from hf_spec.modeling_patches.per_call import Changes, step_aside
+from hf_spec.modeling_patches.per_call import Changes, plain, step_aside
+from hf_spec.modeling_patches.weights import input_features, tensor_parallel_size
 
 # -- Skips chosen attention and MLP sublayers of a causal language model in some of its forwards ---
 #
@@ -255,3 +259,194 @@ class _Narrowing:
     def widened(self, hidden: Tensor) -> Tensor:
         """Padded with zeros to the original length."""
         return torch.nn.functional.pad(hidden, (0, 0, 0, self._tokens - hidden.shape[1]))
+
+
+# -- Rotary frequencies that follow the length of the longest sequence: dynamic NTK, LongRoPE ------
+#
+# Transformers (`dynamic_rope_update`) chooses the frequencies of a forward by its largest position.
+# Plain generation has one new token per sequence in it; here the caller says how long the longest
+# sequence is in the plain step that a forward stands for.
+
+#: More than any length.
+_FAR = 2**60
+#: Models whose plain generation computes its cache anew when frequencies change.
+_RECOMPUTE = frozenset({"phi3", "phimoe", "phi4_multimodal"})
+
+
+class DynamicRope:
+    """Rotates the tokens of a model's forwards as plain generation does at :attr:`length`.
+
+    Args:
+        changes: those that the forwards run with.
+
+    Attributes:
+        end: the largest length with the original frequencies.
+        varies: whether they change with each length beyond (dynamic NTK), or once (LongRoPE).
+        length: of the longest sequence, with the first token of each in the next forward.
+        limit: the largest length with the frequencies of ``length``.
+        last: the largest length of the call.
+        recomputes: whether the cache must be computed anew at the first token beyond ``end``.
+    """
+
+    def __init__(self, model: Any, changes: Changes):
+        ends = rope_ends(model)
+        self.end = min(end for end, _ in ends)
+        self.varies = len(ends) > 1 or any(varies for _, varies in ends)
+        self.length, self.limit, self.last, self.recomputes = 1, self.end, _FAR, False
+        for module in model.modules():
+            if hasattr(module, "rope_type"):
+                changes.instead(module, "forward", partial(self._rotate, module))
+
+    def move(self, length: int) -> None:
+        """Set the length of the next forward."""
+        self.length = length
+        beyond = length if self.varies else _FAR
+        self.limit = self.end if length <= self.end else beyond
+
+    def room(self, rows: int) -> int:
+        """How much deeper than the next token draft tokens may be, with so many unfinished rows.
+
+        Plain generation changes the frequencies of all rows in one step. So rows that will pass
+        ``end`` take plain steps, in which they stay together, unless there is one only.
+        """
+        if self.length <= self.end < self.last and rows > 1:
+            return 0
+        return self.limit - self.length if self.last > self.end else _FAR
+
+    def _rotate(
+        self, module: nn.Module, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        longest = torch.full_like(position_ids[..., :1], self.length - 1)
+        ids = torch.cat([position_ids.clamp(max=self.limit - 1), longest], dim=-1)
+        made = plain(module, "forward")(x, ids, *args, **kwargs)
+        if isinstance(made, Tensor):  # complex (batch, n, features); others: cosines and sines
+            return made[..., :-1, :]
+        return tuple(part[..., :-1, :] for part in made)
+
+
+def rope_ends(model: Any) -> set[tuple[int, bool]]:
+    """Lengths up to which rotary frequencies are the original ones, and whether they change with
+    each length beyond: of each kind of layer whose frequencies follow the length."""
+    text = model.config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    found = set()
+    for one in (rope, *rope.values()):
+        kind = one.get("rope_type") if isinstance(one, dict) else None
+        if kind == "longrope":
+            found.add((one["original_max_position_embeddings"], False))
+        elif kind is not None and "dynamic" in kind:
+            found.add((text.max_position_embeddings, True))
+    return found
+
+
+def recompute_end(model: Any) -> int | None:
+    """The length past which plain generation computes the whole cache anew, if it does: the Phi
+    models do, when their frequencies change."""
+    text = model.config.get_text_config(decoder=True)
+    if text.model_type not in _RECOMPUTE or not rope_ends(model):
+        return None
+    return text.original_max_position_embeddings
+
+
+# -- Assistants that attend to keys and values of the model that they draft for: those of Gemma 4 --
+#
+# They have none of their own. Transformers gives their forward `shared_kv_states`: of each layer
+# type, the keys and values of the model's last layer of this type that has some of its own.
+
+
+class Source(NamedTuple):
+    """Where an assistant's layers of one type get their keys and values."""
+
+    layer: int  # index of the model's layer
+    window: int | None  # as of sliding-window attention; None if all tokens are seen
+
+
+def takes_shared_kv(assistant: Any) -> bool:
+    """Whether a model's forward is given another model's keys and values."""
+    return "shared_kv_states" in inspect.signature(assistant.forward).parameters
+
+
+def shared_kv_sources(model: Any, assistant: Any) -> dict[str, Source]:
+    """The model's layers whose keys and values an assistant is given, by layer type.
+
+    Raises:
+        ValueError: the assistant is not one for this model.
+    """
+    name, own = type(assistant).__name__, type(model).__name__
+    if not hasattr(assistant, "create_attention_masks"):
+        raise ValueError(
+            f"assistant_model={name} takes keys and values of another model, and makes its masks "
+            "in a way that is not known here. Generate without assistant_strategy."
+        )
+    if any(parameter.is_meta for parameter in assistant.parameters()):
+        raise ValueError(
+            f"assistant_model={name} has offloaded weights, and its forward asks one of them for "
+            "its device. Load the assistant, which is small, onto one device."
+        )
+    ranks = tensor_parallel_size(model)
+    if ranks > 1:
+        raise ValueError(
+            f"assistant_model={name} attends to the keys and values of {own}, and each of the "
+            f"{ranks} processes that share the model holds a part of them. Load the model in one "
+            "process, or choose another strategy."
+        )
+    text = model.config.get_text_config(decoder=True)
+    caches, layers = DynamicCache(config=text).layers, decoder_layers(model)
+    kinds = getattr(text, "layer_types", None) or ()
+    last = {  # a dummy stands for a layer without keys of its own
+        kind: index
+        for index, (kind, cache) in enumerate(zip(kinds, caches))
+        if type(cache).__name__ != "DummyLayer"
+    }
+    width, wanted = input_features(model)[1], assistant.config.backbone_hidden_size
+    wrong = [] if width == wanted else [f"it reads states of size {wanted}, and these have {width}"]
+    found: dict[str, Source] = {}
+    of_assistant = assistant.config.get_text_config(decoder=True).layer_types
+    for kind, layer in zip(of_assistant, decoder_layers(assistant)):
+        attention = mixers(layer)[0]
+        index = last.get(kind)
+        if index is None:
+            wrong.append(f"there is no layer of type {kind!r}, whose keys it reads")
+            continue
+        theirs = next(iter(mixers(layers[index])), None)  # it may have one that is not known
+        read, there = _shape(attention), _shape(theirs)
+        if read != there:
+            wrong.append(f"it reads keys {read} of type {kind!r}, and these have {there}")
+        windows = (getattr(one, "sliding_window", None) for one in (attention, caches[index]))
+        found[kind] = Source(index, min(filter(None, windows), default=None))
+    if wrong:
+        raise ValueError(
+            f"assistant_model={name} is not one for this {own}: "
+            f"{'; '.join(dict.fromkeys(wrong))}. Give the assistant that was made for the model."
+        )
+    return found
+
+
+def _shape(attention: Any) -> str:
+    """Heads and dimension of the keys that an attention reads, in words."""
+    try:
+        heads = attention.config.num_attention_heads // attention.num_key_value_groups
+        return f"of {heads} heads of {attention.head_dim}"
+    except AttributeError:
+        return "no known shape"
+
+
+def with_given_masks(assistant: Any, changes: Changes) -> None:
+    """Let forwards take ``attention_mask`` as it is, one for each layer type, and run without a
+    read by the host."""
+    changes.instead(assistant, "create_attention_masks", lambda rows, masks, keys: masks)
+    head = getattr(assistant, "masked_embedding", None)
+    if head is not None:
+        changes.instead(head, "forward", partial(_logits_of_likely, head))
+
+
+def _logits_of_likely(head: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits of the tokens in the likeliest clusters; those of all others are 1 below the least.
+
+    As the module does it, but for this: the least is each row's own and stays on the device.
+    """
+    clusters = head.centroids(hidden).topk(head.centroid_intermediate_top_k).indices
+    tokens = head.token_ordering.long().view(head.num_centroids, -1)[clusters].flatten(2)
+    logits = (weight[tokens] @ hidden[..., None])[..., 0]
+    others = (logits.amin(-1, keepdim=True) - 1).expand(-1, -1, len(weight))
+    return torch.scatter(others, -1, tokens, logits)

@@ -32,8 +32,7 @@ from hf_spec.methods.registry import Method, methods
 from hf_spec.modeling_patches.weights import FP8, SCALES, dequantized, placement, renamed
 from hf_spec.tools.formats.tables import CONFIG as MODEL_CONFIG
 from hf_spec.tools.formats.tables import Reader, Writer, formats_of
-from hf_spec.tools.hub.card import write_card
-from hf_spec.tools.hub.folder import CONFIG, attached, is_repository, save_adapter
+from hf_spec.tools.hub import CONFIG, attached, is_repository, save_adapter, write_card
 from hf_spec.tools.loading import model_without_weights
 
 SAFE = ".safetensors"
