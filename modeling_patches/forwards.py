@@ -1,5 +1,6 @@
 """Forwards of a call that differ from the model's own: without some layers, without some tokens in
-deeper layers, with rotary frequencies of another length, with another model's keys and values."""
+deeper layers, with embeddings of no token, averaged exits, rotary frequencies of another length, or
+another model's keys and values."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -259,6 +260,62 @@ class _Narrowing:
     def widened(self, hidden: Tensor) -> Tensor:
         """Padded with zeros to the original length."""
         return torch.nn.functional.pad(hidden, (0, 0, 0, self._tokens - hidden.shape[1]))
+
+
+# -- Embeddings that are of no token ---------------------------------------------------------------
+#
+# The model gets ids for all of its inputs, as it makes more of these than embeddings: Gemma 4 looks
+# up inputs of each layer, and gives placeholders of images the embedding of padding.
+
+
+def learned_embeddings(model: Any, changes: Changes, learned: Callable[[], Tensor | None]) -> None:
+    """Let the last ids of each forward stand for these embeddings, ``(batch, n, hidden)``, instead
+    of tokens; None: for none."""
+    step_aside(model)
+
+    def replace(args: Any, kwargs: Any, output: Any) -> Any:
+        own = learned()
+        if own is None:
+            return None
+        return torch.cat([output[:, : output.shape[1] - own.shape[1]], own.to(output)], dim=1)
+
+    changes.after(model.get_input_embeddings(), replace)
+
+
+# -- Averages the hidden states of a decoder's last layers, instead of using only the last one's ---
+#
+# Everything after the layers, such as the final norm, is unchanged and runs on the average.
+
+
+def averaged_exits(
+    model: Any, changes: Changes, count: int, first: Callable[[], int] = lambda: 0
+) -> None:
+    """Replace the output of query tokens from `first` on by the mean of the last `count` layers, in
+    which `first` is called; with a `count` of 1 nothing changes."""
+    if count == 1:
+        return
+    *before, last = decoder_layers(model)[-count:]
+    seen: list[Tensor] = []
+
+    def note(args: Any, kwargs: Any, output: Any) -> None:
+        seen.append(_hidden(output)[:, first() :])
+
+    def average(args: Any, kwargs: Any, output: Any) -> Any:
+        hidden = _hidden(output)
+        exits = [state.to(hidden.device) for state in seen] + [hidden[:, first() :]]
+        seen.clear()
+        if first() == hidden.shape[1]:
+            return None
+        mixed = torch.cat([hidden[:, : first()], torch.stack(exits).mean(0)], dim=1)
+        return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
+
+    for layer in before:
+        changes.after(layer, note)
+    changes.after(last, average)
+
+
+def _hidden(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
 
 
 # -- Rotary frequencies that follow the length of the longest sequence: dynamic NTK, LongRoPE ------

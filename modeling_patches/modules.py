@@ -1,16 +1,14 @@
-"""A model's modules: its decoder, layers, embeddings and exits."""
+"""A model's modules: its decoder, layers, sublayers and projections."""
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import regex
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_spec.modeling_patches.per_call import Changes, step_aside
 from hf_spec.modeling_patches.weights import features, in_use
 
 # -- What Transformers calls the KV cache: ``cache`` from 5.24 on, ``past_key_values`` before ------
@@ -264,59 +262,3 @@ def walk(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     yield name, module
     for child_name, child in module.named_children():
         yield from walk(child, f"{name}.{child_name}" if name else child_name)
-
-
-# -- Embeddings that are of no token ---------------------------------------------------------------
-#
-# The model gets ids for all of its inputs, as it makes more of these than embeddings: Gemma 4 looks
-# up inputs of each layer, and gives placeholders of images the embedding of padding.
-
-
-def learned_embeddings(model: Any, changes: Changes, learned: Callable[[], Tensor | None]) -> None:
-    """Let the last ids of each forward stand for these embeddings, ``(batch, n, hidden)``, instead
-    of tokens; None: for none."""
-    step_aside(model)
-
-    def replace(args: Any, kwargs: Any, output: Any) -> Any:
-        own = learned()
-        if own is None:
-            return None
-        return torch.cat([output[:, : output.shape[1] - own.shape[1]], own.to(output)], dim=1)
-
-    changes.after(model.get_input_embeddings(), replace)
-
-
-# -- Averages the hidden states of a decoder's last layers, instead of using only the last one's ---
-#
-# Everything after the layers, such as the final norm, is unchanged and runs on the average.
-
-
-def averaged_exits(
-    model: Any, changes: Changes, count: int, first: Callable[[], int] = lambda: 0
-) -> None:
-    """Replace the output of query tokens from `first` on by the mean of the last `count` layers, in
-    which `first` is called; with a `count` of 1 nothing changes."""
-    if count == 1:
-        return
-    *before, last = decoder_layers(model)[-count:]
-    seen: list[Tensor] = []
-
-    def note(args: Any, kwargs: Any, output: Any) -> None:
-        seen.append(_hidden(output)[:, first() :])
-
-    def average(args: Any, kwargs: Any, output: Any) -> Any:
-        hidden = _hidden(output)
-        exits = [state.to(hidden.device) for state in seen] + [hidden[:, first() :]]
-        seen.clear()
-        if first() == hidden.shape[1]:
-            return None
-        mixed = torch.cat([hidden[:, : first()], torch.stack(exits).mean(0)], dim=1)
-        return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
-
-    for layer in before:
-        changes.after(layer, note)
-    changes.after(last, average)
-
-
-def _hidden(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output

@@ -518,10 +518,10 @@ def _real(nodes: int, sizes: Sequence[int]) -> Any:
     return np.arange(nodes) <= np.array(sizes)[:, None]
 
 
-def filled(rows: Sequence[Sequence[Any]], value: Any = 0) -> list[list[Any]]:
-    """Rows of one length, with a value behind the shorter ones."""
+def filled(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Rows of one length, with zeros behind the shorter ones."""
     most = max(map(len, rows))
-    return [[*row, *[value] * (most - len(row))] for row in rows]
+    return [[*row, *[0] * (most - len(row))] for row in rows]
 
 
 # -- Attention masks: that of a tree, and what else limits attention, to be joined by `&` ----------

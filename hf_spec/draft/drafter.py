@@ -69,22 +69,10 @@ class Drafter(FollowsRows, CandidateGenerator):
         ValueError: the option ``tree`` asks for a static tree, and the predictor has none.
 
     Attributes:
-        reads: the target's hidden states that :meth:`advance` gets.
-        trees: values of the option ``tree`` besides ``adaptive``, the default of the static ones
-            first; None for one that the drafter makes in a way of its own. If there are static
-            ones, rank paths are a value, too.
-        unused: options of all strategies that it has no use for.
+        reads, trees, unused, can_sample, policy_chooses, runs, probe_inputs, group, depth,
+            drafting, beside, outside: those of the predictor, see there; one without declares its
+            own, of which ``depth`` is that of its probes.
         drafts: whether it ever drafts anything.
-        can_sample: whether draft tokens can be sampled; they then carry the distribution that they
-            were sampled from.
-        policy_chooses: whether the policy chooses among its draft tokens by their probabilities.
-        runs: what drafting runs: nothing, :data:`MODULES` or :data:`FORWARDS`.
-        probe_inputs: the learned inputs of its probes, if it has any.
-        group: the probes of a node; empty if there are none.
-        depth: tokens after the next one that they predict.
-        drafting: changes to the model while it drafts; None if drafting does not run it.
-        beside: modules beside the model that drafting runs, such as an assistant.
-        outside: why drafting, or a part of it, is not in recorded or compiled code; None if it is.
         pruning: how unlikely draft tokens are dropped in deeper layers, if some steps do so. Which
             ones depends on their tokens, so a pruned tree must not carry distributions.
         also: another predictor, whose candidates join the trees that grow; None if there is none.

@@ -20,7 +20,7 @@ from hf_spec.cache.attention import aligned
 from hf_spec.cache.tree_cache import TreeCache, take_over
 from hf_spec.core.device import Holds, is_async, to_device
 from hf_spec.core.shapes import Row
-from hf_spec.core.tree import Tree
+from hf_spec.core.tree import Tree, filled
 from hf_spec.core.verify import StepResult
 from hf_spec.draft.grow import Frontier, extended, grow
 from hf_spec.draft.options import key_of
@@ -331,7 +331,7 @@ class DraftModelPredictor(AssistantPredictor):
     def _logits_after(self, target: Target, rows: list[list[int]]) -> Tensor:
         """:attr:`_logits` after some more tokens, by a forward of a size that recurs."""
         counts, device = [len(row) for row in rows], target.cache.lengths.device
-        tokens = to_device([row + [0] * (max(counts) - len(row)) for row in rows], device)
+        tokens = to_device(filled(rows), device)
         logits = target(Tree.chain(tokens), changes=Changes()).logits
         target.cache.commit(counts)
         ends = to_device(counts, logits.device)[:, None]

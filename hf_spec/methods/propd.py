@@ -18,7 +18,7 @@ from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.core.checks import MAX_DRAFT_TOKENS, SHARE, check_count, count, setting
 from hf_spec.core.device import is_async, to_device
 from hf_spec.core.pruning import connected
-from hf_spec.core.tree import Tree
+from hf_spec.core.tree import Tree, filled
 from hf_spec.core.verify import HostResult, StepResult
 from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.grow import Children, Frontier
@@ -418,12 +418,10 @@ def _inner(tree: Tree) -> tuple[Tensor, Tensor]:
     assert tree.host is not None
     above = tree.host.parents.tolist()
     rows = [sorted({0, *row[1 : size + 1]}) for row, size in zip(above, tree.row_sizes)]
-    most = max(map(len, rows))
-    inner = [row + [0] * (most - len(row)) for row in rows]
     at = [{node: index for index, node in enumerate(row)} for row in rows]
     place = [[index.get(node, 0) for node in row] for index, row in zip(at, above)]
     device = tree.parents.device
-    return to_device(inner, device), to_device(place, device)
+    return to_device(filled(rows), device), to_device(place, device)
 
 
 class ProPDPredictor(HeadPredictor):

@@ -167,7 +167,7 @@ class SamplingNoise(FollowsRows):
         chosen = sample(p, noise=noise).to(scores.device)
         return index.new_zeros(batch).index_copy(0, index, chosen)
 
-    def ahead(self, count: int, tokens: Tensor | None = None, first: int = 0) -> Tensor:
+    def ahead(self, count: int, tokens: Tensor | None = None) -> Tensor:
         """What sampling adds to the logits of tokens to come.
 
         Sampling takes the token of the largest sum of the logit and this: the temperature times the
@@ -176,12 +176,11 @@ class SamplingNoise(FollowsRows):
         Args:
             count: number of tokens to come, of each sequence, from 1.
             tokens: ``(n,)`` ids whose noise is wanted; None for the whole vocabulary.
-            first: tokens to come before these.
 
         Returns:
             ``(batch, count, n)`` float32
         """
-        found = self.drawn(count, first)
+        found = self.drawn(count)
         if tokens is not None:
             found = found[..., tokens.to(self.device)]
         return -self.scaled(found.log())
@@ -199,10 +198,9 @@ class SamplingNoise(FollowsRows):
         """Of each row's call."""
         return [row.temperature for row in self.rows]
 
-    def drawn(self, count: int, first: int = 0) -> Tensor:
-        """E of the next tokens of each sequence, ``(batch, count, vocab)``, after ``first``."""
-        places = range(first, first + count)
-        own = [[row.of(place, self._vocab) for place in places] for row in self.rows]
+    def drawn(self, count: int) -> Tensor:
+        """E of the next tokens of each sequence, ``(batch, count, vocab)``."""
+        own = [[row.of(place, self._vocab) for place in range(count)] for row in self.rows]
         return torch.stack([torch.stack(one) for one in own])
 
     def favor(self, tokens: Sequence[Sequence[int]], lenience: float) -> None:

@@ -22,11 +22,10 @@ from hf_spec.core.device import to_device
 from hf_spec.core.shapes import ProbeGroup
 from hf_spec.core.tree import since
 from hf_spec.modeling_patches.attention_masks import Local, TreeAttention
+from hf_spec.modeling_patches.forwards import averaged_exits, learned_embeddings
 from hf_spec.modeling_patches.linear_attention import Running, tree_recurrences
 from hf_spec.modeling_patches.modules import (
     CACHE,
-    averaged_exits,
-    learned_embeddings,
     num_layers,
     only_logits,
 )

@@ -19,13 +19,18 @@ from hf_spec.core.pruning import Pruning, keep_likely
 from hf_spec.core.tree import Tree, filled, packed_mask, ring_places, since, tree_mask
 from hf_spec.core.verify import HostResult, StepResult, VerifyProgram
 from hf_spec.modeling_patches.attention_masks import Local, TreeAttention
-from hf_spec.modeling_patches.forwards import Choose, DynamicRope, early_pruning, rope_ends
+from hf_spec.modeling_patches.forwards import (
+    Choose,
+    DynamicRope,
+    averaged_exits,
+    early_pruning,
+    learned_embeddings,
+    rope_ends,
+)
 from hf_spec.modeling_patches.linear_attention import Running, tree_recurrences
 from hf_spec.modeling_patches.low_rank import LowRank
 from hf_spec.modeling_patches.modules import (
     CACHE,
-    averaged_exits,
-    learned_embeddings,
     only_logits,
     takes,
 )

@@ -28,10 +28,12 @@ def software() -> dict[str, Any]:
 
 def versions() -> dict[str, Any]:
     """Versions of Python and packages."""
-    return {
-        "python": platform.python_version(),
-        **{name: package_version(name) for name in PACKAGES},
-    }
+    return {"python": platform.python_version(), **packages()}
+
+
+def packages() -> dict[str, str | None]:
+    """Versions of packages."""
+    return {name: package_version(name) for name in PACKAGES}
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from hf_spec.modeling_patches.modules import unwrapped
 from hf_spec.modeling_patches.support import check_model
 from hf_spec.modeling_patches.weights import placement
 from hf_spec.target.sequences import KEEPER
-from hf_spec.tools.bench.environment import PACKAGES, device_name, package_version
+from hf_spec.tools.bench.environment import device_name, packages
 from hf_spec.tools.hub import TRAINING, attached, save_adapter, save_spec_config
 from hf_spec.tools.training.arguments import (
     SpecArguments,
@@ -307,7 +307,7 @@ def _record(
         "trainable_parameters": trainer.unwrapped.get_nb_trainable_parameters()[0],
         "timed_steps": trainer.report.steps,  # those since the training was resumed
         "seconds": round(result.metrics.get("train_runtime", 0.0), 1),
-        "versions": {name: package_version(name) for name in PACKAGES},
+        "versions": packages(),
         "device": device_name(args.device),
         "history": history,
     }  # fmt: skip
@@ -421,7 +421,7 @@ def fit(
         "trainable_parameters": 0,
         "timed_steps": steps - learning.begun_at,
         "seconds": round(time.monotonic() - began, 1),
-        "versions": {name: package_version(name) for name in PACKAGES},
+        "versions": packages(),
         "device": device_name(placement(model).device),
         "history": history,
     }
