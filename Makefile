@@ -65,7 +65,7 @@ test-avx2: $(STAMP)
 # The programs are installed beside what CI has, and stay there.
 PROGRAMS = $(VENV)/.programs
 $(PROGRAMS): $(STAMP)
-	@echo 'lm-eval, TRL, DeepSpeed, Gradio, xgrammar, outlines: 1 GB more of packages, which takes minutes'
+	@echo 'lm-eval, TRL, DeepSpeed, Gradio, xgrammar, outlines, torchao: 1 GB more of packages, which takes minutes'
 	@quiet=; [ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet -c constraints.txt $(DEVELOPING) --group programs
 	@touch $@
 

@@ -1,7 +1,7 @@
 """Quantized bases: every strategy gives plain decoding's output of the same quantized model.
 
 torchao is no dependency of the project: importing peft imports it where it is installed, which
-costs half a second and prints warnings. `pip install --no-deps torchao` makes these tests run.
+costs half a second and prints warnings. `make test-all` installs it.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,7 @@ import hf_spec
 from hf_spec.methods.registry import methods
 from hf_spec.tools.training.train import train
 
-torchao = pytest.importorskip(
-    "torchao.quantization", reason="torchao is not installed; pip install --no-deps torchao"
-)
+torchao = pytest.importorskip("torchao.quantization", reason="needs torchao, see CONTRIBUTING.md")
 
 #: Options of strategies that need some.
 OPTIONS: dict[str, dict[str, Any]] = {"layer_skip": {"skip_attention": [1], "skip_mlp": [0]}}

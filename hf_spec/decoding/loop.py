@@ -280,7 +280,7 @@ def _decode_in_turns(
 
     def begin(row: int) -> Steps:
         only = slice(row, row + 1)
-        ids, given = inputs_of_row(row, input_ids, real, model_kwargs)
+        ids, given = inputs_of_row(row, input_ids, model_kwargs)
         strategy = Strategy.of(model, config, 1, False, False, assistant_model)
         own = Sequences(input_ids[only], None if real is None else real[only], criteria)
         begun.append(own)

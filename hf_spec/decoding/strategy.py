@@ -165,8 +165,8 @@ def _try(
         raise
     except Exception as raised:
         raise ValueError(
-            f"{what}: a trial raised {type(raised).__name__}: {raised} Choose another strategy, or "
-            "none."
+            f"{what}: a trial raised {type(raised).__name__}: {str(raised).rstrip('.')}. Choose "
+            "another strategy, or none."
         ) from raised
     if error <= tolerance(trial.dtypes):  # which NaN is not
         changed = trial.before.held ^ fingerprint(model).held

@@ -72,37 +72,39 @@ def _described(one: Any) -> str:
 
 
 def inputs_of_row(
-    row: int, input_ids: Tensor, real: Tensor | None, model_kwargs: dict[str, Any]
+    row: int, input_ids: Tensor, model_kwargs: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Any]]:
     """A row's prompt without the padding before it, and its inputs of the model's forward.
 
     Args:
-        input_ids: ``(rows, width)``.
-        real: ``(rows, width)`` bool, False for padding; None if there is none.
+        input_ids: ``(rows, width)``; ``(rows, 0)`` where the prompts are embeddings.
 
     Raises:
         ValueError: an input is neither of tokens nor a setting, such as an image.
     """
-    first = 0
-    if real is not None and real.shape[1]:  # else the prompt is embeddings
-        first = int(real[row].int().argmax())
+    embedded, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+    shape = (input_ids if embedded is None else embedded).shape[:2]
+    only = slice(row, row + 1)
+    real = slice(None if mask is None else int(mask[row].bool().int().argmax()), None)
     own = {}
     for name, value in model_kwargs.items():
         if name == CACHE:
-            continue  # of all rows, and empty
-        if isinstance(value, Tensor):
-            if value.shape[:2] != input_ids.shape:
+            value = copy.deepcopy(value)  # an empty one
+        elif isinstance(value, Tensor):
+            # Some models have several positions per token: (axes, rows, width).
+            axes = value.ndim - 2 if name == "position_ids" else 0
+            if value.shape[axes : axes + 2] != shape:
                 raise ValueError(
                     f"max_rows with the model input {name!r} of shape {tuple(value.shape)}: only "
-                    f"those of tokens, {tuple(input_ids.shape)}, can be divided. Leave one out."
+                    f"those of tokens, {tuple(shape)}, can be divided. Leave one out."
                 )
-            value = value[row : row + 1, first:]
+            value = value[(slice(None),) * axes + (only, real)]
         elif isinstance(value, (list, tuple, dict)) and value:
-            raise ValueError(
-                f"max_rows with the model input {name!r}, which may be of rows: leave max_rows out."
-            )
+            made = name == "mm_encoder_outputs"  # by ``generate``
+            what = "images or the like" if made else f"the model input {name!r}"
+            raise ValueError(f"max_rows with {what}, which may be of rows: leave max_rows out.")
         own[name] = value
-    return input_ids[row : row + 1, first:], own
+    return input_ids[only, real], own
 
 
 def processors_of_row(row: int, processors: LogitsProcessorList) -> LogitsProcessorList:

@@ -174,7 +174,7 @@ def _check_that_they_run(model: Any, layers: MtpLayers) -> None:
         block = type(layers.layers[0].mtp_block).__name__
         raise ValueError(
             f"{type(model).__name__}: {block} does not run as a layer for multi-token prediction: "
-            f"a trial raised {type(error).__name__}: {first_line(error)} {ANOTHER}"
+            f"a trial raised {type(error).__name__}: {first_line(error).rstrip('.')}. {ANOTHER}"
         ) from error
 
 

@@ -5,6 +5,7 @@ import linecache
 import os
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -78,8 +79,9 @@ class Turn:
         #: Lengths of caches with which calls were seen to go on.
         self.used: set[int] = set()
 
-    def check(self, cache: Any) -> None:
-        """The cache holds the start of each row's conversation, at least what it held before."""
+    def check(self, cache: Any, in_prompt: bool = False) -> None:
+        """The cache holds the start of each row's conversation, at least what it held before.
+        While the prompt runs, Transformers' own forward fills a DynamicCache layer by layer."""
         if isinstance(cache, TreeCache):
             assert cache.block is None and cache.lengths.tolist() == cache.host_lengths
             assert all(n >= old for n, old in zip(cache.host_lengths, self.before.host_lengths))
@@ -88,6 +90,9 @@ class Turn:
         seq = cache.get_seq_length()
         assert seq >= self.cached
         for index, layer in enumerate(cache.layers):
+            if in_prompt and not isinstance(cache, TreeCache):
+                assert layer.get_seq_length() in (seq, self.cached)
+                seq = layer.get_seq_length()
             assert layer.get_seq_length() == seq
             for row, states in enumerate(self.states):
                 if isinstance(cache, TreeCache):
@@ -222,13 +227,15 @@ def check_interrupts(turn: Turn) -> None:
         numbers = random.Random(0).sample(numbers, DRAWN)
     interrupted = 0
     for number in numbers:
-        cache = copy.deepcopy(turn.before)
+        cache, in_prompt = copy.deepcopy(turn.before), False
         try:
             lines(lambda cache=cache: turn.call(cache), number)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             interrupted += 1
+            frames = traceback.walk_tb(interrupt.__traceback__)
+            in_prompt = any(frame.f_code.co_name == "_prefill" for frame, _ in frames)
         try:
-            turn.check(cache)
+            turn.check(cache, in_prompt)
             assert fingerprint(turn.model) == before
         except Exception as error:
             error.add_note(f"after an interrupt at {passed[number]}, number {number}")

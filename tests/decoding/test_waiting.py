@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import multimodal
 import pytest
 import torch
 from conftest import Tiny, ragged, shared
@@ -151,11 +152,37 @@ def test_what_looks_at_several_rows_is_refused(case: str) -> None:
         model.generate(**{**given, **spec, **more})
 
 
-def test_prompts_that_are_embeddings_are_refused() -> None:
+@pytest.mark.parametrize("spec", [LOOKUP, SKIPPING], ids=["prompt_lookup", "layer_skip"])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside tokens"])
+def test_prompts_that_are_embeddings(beside: bool, spec: dict[str, Any]) -> None:
     model, given = shared("llama_tied"), ragged(LENGTHS)
-    rows = model.get_input_embeddings()(given.pop("input_ids"))
-    with pytest.raises(ValueError, match="max_rows with the model input 'inputs_embeds' of shape"):
-        model.generate(inputs_embeds=rows, **given, max_new_tokens=6, **waiting(LOOKUP))
+    given["inputs_embeds"] = model.get_input_embeddings()(given["input_ids"])
+    check(model, spec, **given if beside else {**given, "input_ids": None})
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "gemma3", "qwen3_5_text"])
+def test_prompts_in_parts(kind: str) -> None:
+    model = shared_recurrent(kind) if kind == "qwen3_5_text" else shared(kind)
+    check(model, LOOKUP, prefill_chunk_size=2)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (4, 4, 4, 4)], ids=["more rows", "as many rows"])
+def test_several_positions_per_token(lengths: tuple[int, ...]) -> None:
+    """Qwen-VL's positions, which ``generate`` makes: ``(axes, rows, width)``."""
+    check(multimodal.build("qwen2_vl"), LOOKUP, **ragged(lengths))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("llava", "with images or the like, which may be of rows: leave max_rows out"),
+        ("glmasr", "with the model input 'input_features' of shape"),
+    ],
+)
+def test_images_are_refused(kind: str, given: str) -> None:
+    model = multimodal.build(kind)
+    with pytest.raises(ValueError, match=f"max_rows {given}"):
+        model.generate(**multimodal.prompts(kind, [(1, 9)] * 3), **waiting(LOOKUP))
 
 
 @pytest.mark.parametrize("most", [0, 1.5, "8"])
