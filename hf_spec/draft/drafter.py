@@ -62,6 +62,11 @@ class Drafter(FollowsRows, CandidateGenerator):
     without declares the hidden states that it ``reads``, and defines :meth:`advance` if it reads
     any, :meth:`propose`, and :meth:`chain` for stock assisted decoding.
 
+    Attributes that it shares with :class:`Predictor` (``reads``, ``trees``, ``unused``,
+    ``can_sample``, ``policy_chooses``, ``runs``, ``probe_inputs``, ``group``, ``depth``,
+    ``drafting``, ``beside``, ``outside``) are its predictor's; one without declares its own, of
+    which ``depth`` is that of its probes.
+
     Args:
         predictor: what trees grow from.
 
@@ -69,9 +74,6 @@ class Drafter(FollowsRows, CandidateGenerator):
         ValueError: the option ``tree`` asks for a static tree, and the predictor has none.
 
     Attributes:
-        reads, trees, unused, can_sample, policy_chooses, runs, probe_inputs, group, depth,
-            drafting, beside, outside: those of the predictor, see there; one without declares its
-            own, of which ``depth`` is that of its probes.
         drafts: whether it ever drafts anything.
         pruning: how unlikely draft tokens are dropped in deeper layers, if some steps do so. Which
             ones depends on their tokens, so a pruned tree must not carry distributions.
