@@ -81,6 +81,9 @@ def plan(args: argparse.Namespace) -> list[Cell]:
         return [Cell(name, way, **more) for name, way in ways]
 
     first, eager = rows(LINEUP, **at), rows(product(EAGER, [Way.EAGER]), **at)
+    recycling = rows([("token_recycling", Way.RECORDED)], **at)
+    if args.adapter:  # untrained ones draft chains, which nothing joins
+        recycling += rows([("medusa", Way.RECORDED)], **at, recycle=True)
     batches = [rows(everywhere, batch=batch, context=short) for batch in args.batches if batch > 1]
     contexts = [
         Cell(name, way, context=context, kernel=cuda and name != TRANSFORMERS)
@@ -103,7 +106,7 @@ def plan(args: argparse.Namespace) -> list[Cell]:
     ]
     compiled = rows(product((TRANSFORMERS, "plain", "medusa"), [Way.COMPILED]), **at)
     found = [
-        *first, *eager, *compiled[:1], *chain(*batches), *contexts, *sampled, *counted, *forwards,
+        *first, *recycling, *eager, *compiled[:1], *chain(*batches), *contexts, *sampled, *counted, *forwards,
         *with_assistant, *beside, *layers, *compiled[1:],
     ]  # fmt: skip
     return [cell for cell in found if not args.only or cell.contender in args.only]
@@ -225,6 +228,7 @@ def title(cell: Cell) -> str:
     words = [cell.contender, cell.way]
     words += [f"batch {cell.batch}"] * (cell.batch > 1) + [f"{cell.context} tokens"]
     words += [f"temperature {cell.temperature}"] * bool(cell.temperature) + ["LoRA"] * cell.lora
+    words += ["recycle"] * cell.recycle
     words += [f"over {cell.tokens}"] * bool(cell.tokens) + ["counted"] * (cell.what == What.COUNTS)
     return ", ".join(words)
 
@@ -239,12 +243,13 @@ def said(row: Row) -> str:
 def line_of(cell: Cell, row: Row, base: dict[Cell, float]) -> list[str]:
     """A row of the table of calls; ``base`` has the speeds that count as 1, and gets this one."""
     star = "*" if row.get("synthetic") else ""
-    words = [f"{cell.contender}{star}", cell.way + ", kernel" * cell.kernel]
+    name = cell.contender + " with recycle" * cell.recycle
+    words = [f"{name}{star}", cell.way + ", kernel" * cell.kernel]
     words += [str(cell.batch), str(row.get("prompt_tokens", cell.context))]
     words += [f"{cell.temperature:g}", "LoRA" * cell.lora]
     if "error" in row:
         return [*words, row["error"], *[""] * (len(COLUMNS) + 1)]
-    plain = cell._replace(contender=TRANSFORMERS, way=Way.EAGER, kernel=False)
+    plain = cell._replace(contender=TRANSFORMERS, way=Way.EAGER, kernel=False, recycle=False)
     if cell == plain:
         base[cell] = row["tokens_per_second"]
     ratio = f"{row['tokens_per_second'] / base[plain]:.2f}x" if plain in base else ""

@@ -75,6 +75,7 @@ class Cell(NamedTuple):
         lora: whether a LoRA adapter of the user's is active, too.
         tokens: of a forward, or nodes of a tree.
         kernel: whether attention is ``tree_attention``.
+        recycle: whether candidates of ``token_recycling`` join the trees.
     """
 
     contender: str
@@ -86,6 +87,7 @@ class Cell(NamedTuple):
     what: What = What.SPEED
     tokens: int = 0
     kernel: bool = False
+    recycle: bool = False
 
 
 def random_llama(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
@@ -195,7 +197,10 @@ class Subject:
         if name == entries.STOCK_LOOKUP:
             given |= entries.STOCK_LOOKUP_OPTIONS
         elif name not in (TRANSFORMERS, entries.STOCK_ASSISTED):
-            given |= {"assistant_strategy": name, "assistant_kwargs": self.options.get(name)}
+            options = dict(self.options.get(name, {}))
+            if cell.recycle:
+                options["recycle"] = True
+            given |= {"assistant_strategy": name, "assistant_kwargs": options}
         if entries.needs_assistant(name):
             given["assistant_model"] = self.assistant
         if cell.way != Way.EAGER:
