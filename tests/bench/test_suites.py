@@ -76,6 +76,9 @@ def test_sizes_fix_trees_and_chains_of_every_step():
         "token_recycling:chain4": {**fixed, "max_depth": 4, "tree": "chain"},
         "transformers:prompt_lookup": {},
     }
+    # What is asked for stays.
+    joined = sized(["medusa:joined"], {"medusa:joined": {"lookup": True}}, [8], [])
+    assert joined["medusa:joined:8"] == {**found["token_recycling:8"], "lookup": True}
     # Every strategy takes its own.
     for name in hf_spec.strategies():
         for label, options in sized([name], {}, [8], [2]).items():

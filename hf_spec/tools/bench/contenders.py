@@ -152,14 +152,15 @@ def sized(
     chains: Sequence[int],
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Options by name of the same strategies at fixed sizes, one after the other: ``medusa:60``
-    drafts a tree of 60 tokens, ``medusa:chain3`` a chain of three, in every step and without
-    lookups. Those of Transformers, and strategies that have no such sizes, stay as they are."""
+    drafts a tree of 60 tokens, ``medusa:chain3`` a chain of three, in every step and, unless its
+    options say otherwise, without lookups. Those of Transformers, and strategies that have no such
+    sizes, stay as they are."""
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         given, method = dict(options.get(name, {})), methods().get(strategy_of(name))
         known = () if method is None else method.option_names
         fixed = {"drafting": "always", "lookup": False}
-        given |= {option: value for option, value in fixed.items() if option in known}
+        given = {option: value for option, value in fixed.items() if option in known} | given
         trees = method.declares.trees if method is not None else {}
         adaptive = {"tree": ADAPTIVE} if "tree" in known else {}
         sizes: dict[str, dict[str, Any]] = {}
