@@ -44,6 +44,8 @@ _MADE = (
     "input_ids", "attention_mask", "position_ids", "cache_position", CACHE, "use_cache",
     "logits_to_keep", "inputs_embeds",
 )  # fmt: skip
+#: Inputs of a sound's frames, which Transformers passes to later forwards, too.
+_OF_FRAMES = ("feature_attention_mask",)
 
 
 def prompt_ids(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
@@ -191,7 +193,7 @@ class LaterInputs(NamedTuple):
             cut = before.shape[1] != value.shape[1]
             if cut and before.shape[1] in widths and value.shape[1] == 1:
                 per_token[key] = value
-            elif cut or value.shape[1] in widths:
+            elif (cut or value.shape[1] in widths) and key not in _OF_FRAMES:
                 raise ValueError(
                     f"model input {key!r} has one value per prompt token: strategies don't know "
                     "its values for draft tokens. Generate without assistant_strategy."

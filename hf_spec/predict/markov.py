@@ -110,7 +110,9 @@ class DraftVocabulary(Holds):
         tokens."""
         tokens, own = weights.get(VOCABULARY), weights.get(HEAD)
         if tokens is None and own is not None:
-            own = own[: vocab_size(model)]  # which may have lost tokens
+            known = vocab_size(model)
+            if len(own) > known:  # it has lost tokens
+                own = own[:known]
             tokens = torch.arange(len(own), device=own.device)
         return None if tokens is None else cls(tokens, model, own)
 

@@ -88,6 +88,13 @@ def test_videos(kind: str) -> None:
         check_seen(kind, prompts(kind, rows, videos=True), "pixel_values_videos")
 
 
+def test_a_prompt_with_as_many_tokens_as_a_sound_has_frames() -> None:
+    """The mask of the frames has no value per token."""
+    call = prompts("qwen2_audio", [(1, 28)])
+    assert call["feature_attention_mask"].shape == call["input_ids"].shape
+    check_seen("qwen2_audio", call, "input_features")
+
+
 def image(rows: int = 1) -> Tensor:
     return torch.randn(rows, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
 

@@ -16,7 +16,7 @@ import hf_spec
 from hf_spec.adapters.config import VOCABULARY, PredictingConfig
 from hf_spec.adapters.loading import find_active
 from hf_spec.methods.registry import get_method, methods
-from hf_spec.predict.markov import DraftVocabulary, common_tokens
+from hf_spec.predict.markov import HEAD, DraftVocabulary, common_tokens
 from hf_spec.predict.table import Predictions
 from hf_spec.target.hidden_states import model_logits, output_logits
 
@@ -70,6 +70,19 @@ def test_rows_of_inference_mode_are_trained_with(fresh: Tiny) -> None:
     part = DraftVocabulary(TOKENS, model)
     assert part.weight is made
     part(states).sum().backward()
+
+
+@pytest.mark.parametrize("tokens", [None, TOKENS], ids=["all", "some"])
+def test_own_output_embeddings_stay_where_they_are(
+    tiny: Tiny, tokens: torch.Tensor | None
+) -> None:  # fmt: skip
+    """As recorded steps are for places in memory."""
+    own = torch.randn(VOCAB if tokens is None else len(tokens), 32)
+    weights = {HEAD: own} if tokens is None else {HEAD: own, VOCABULARY: tokens}
+    before, after = (DraftVocabulary.of(weights, tiny("llama")) for _ in range(2))
+    assert before is not None and after is not None
+    assert after.tokens is before.tokens and after.weight is before.weight
+    assert after.weight.data_ptr() == own.data_ptr()
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
