@@ -106,8 +106,8 @@ def plan(args: argparse.Namespace) -> list[Cell]:
     ]
     compiled = rows(product((TRANSFORMERS, "plain", "medusa"), [Way.COMPILED]), **at)
     found = [
-        *first, *recycling, *eager, *compiled[:1], *chain(*batches), *contexts, *sampled, *counted, *forwards,
-        *with_assistant, *beside, *layers, *compiled[1:],
+        *first, *recycling, *eager, *compiled[:1], *chain(*batches), *contexts, *sampled, *counted,
+        *forwards, *with_assistant, *beside, *layers, *compiled[1:],
     ]  # fmt: skip
     return [cell for cell in found if not args.only or cell.contender in args.only]
 

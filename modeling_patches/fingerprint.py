@@ -37,6 +37,10 @@ _STOCK_HOOKS = ("torch.", "transformers.", "accelerate.", "deepspeed.")
 _IDLE_HOOKS = ("hf_spec.", "transformers.utils.output_capturing")
 #: What a hook or module says of itself if that is so, whatever the tokens' number and places.
 ALIKE = "treats_tokens_alike"
+#: What the class of a module says of it if the model's forward does not run it.
+BESIDE = "beside_model"
+#: What a module says of itself if the model's forward does not run it.
+BESIDE = "beside_model"
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
@@ -100,8 +104,12 @@ def fingerprint(model: Any) -> Fingerprint:
     kinds: list[Any] = [(type(module), type(module).forward) for module in modules]
     hooks = _hooks(modules)
     read = _Reader(modules, model.config)
+    known = [_is_stock_type(*kind) for kind in kinds]
+    if not all(known):
+        beside = _beside(modules)
+        known = [one or id(module) in beside for one, module in zip(known, modules)]
     for index, module in enumerate(modules):
-        read.module(index, module, _is_stock_type(*kinds[index]))
+        read.module(index, module, known[index])
     for index, hook in hooks:
         if not origin(hook).startswith(_STOCK_HOOKS):
             read.hold(f"{index} {_name(hook)}", hook, hook)
@@ -126,7 +134,7 @@ def fingerprint(model: Any) -> Fingerprint:
     return Fingerprint(
         stock=read.stock
         and all(map(_is_stock_attention, attention))
-        and all(_is_stock_type(*kind) for kind in kinds)
+        and all(known)
         and not foreign,
         hooks=frozenset(_name(hook) for _, hook in hooks),
         apart=apart,
@@ -344,6 +352,12 @@ def _modules(model: Any) -> list[Any]:
             found[id(module)] = module
             left += module._modules.values()
     return [*found.values()]
+
+
+def _beside(modules: Iterable[Any]) -> set[int]:
+    """The ids of modules that the model's forward does not run, such as adapters that draft."""
+    found = [module for module in modules if getattr(type(module), BESIDE, False)]
+    return {id(part) for module in found for part in module.modules()}
 
 
 def _hooks(modules: Sequence[Any]) -> list[tuple[int, Any]]:

@@ -42,7 +42,11 @@ class Adapter(nn.Module):
         name: its name on the model.
         origin: where it was loaded from; None for a new one.
         update: its low-rank updates of the base's modules; None if it has none.
+        beside_model: (of the class) the base's forward does not run it, whatever runs then is part
+            of its low-rank updates.
     """
+
+    beside_model = True
 
     def __init__(self, config: Any, model: Any) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -292,7 +292,13 @@ class SpecTuner(BaseTuner):
                 f"{', '.join(TrainingBatch._fields)}. Leave it out; sequences are not packed."
             )
         batch = TrainingBatch(*args, **given)
-        return TrainingOutput(**objective(self.model, adapter, batch))
+        found: Any = objective(self.model, adapter, batch)
+        if not isinstance(found, Mapping):
+            raise TypeError(
+                f"the objective of {name} returned a {type(found).__name__}: return a dict with "
+                "'loss', and 'logits' and 'labels' if accuracies are wanted."
+            )
+        return TrainingOutput(**found)
 
     def _is_all_that_is_trained(self) -> bool:
         """Whether a training step is under way in which only the active adapter learns."""

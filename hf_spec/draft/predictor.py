@@ -182,7 +182,7 @@ class Predictor(FollowsRows, Holds):
 
     @property
     def reach(self) -> int:
-        """How deep the step's trees may be."""
+        """How deep trees may be that grow outside of programs, by what rows have predictions of."""
         return self.depth
 
     def catch_up(self, state: DecodeState) -> None:

@@ -1,8 +1,9 @@
 """Methods and their registry.
 
 Methods of hf_spec live in ``hf_spec/methods/<name>.py``, or a folder of that name, and export
-``METHOD``; other packages call :func:`register_method`. Nothing else in the project names a
-method: the loop, the command line, the tests and the documentation list what is registered here.
+``METHOD``; installed packages name theirs by entry points, and programs call
+:func:`register_method`. Nothing else in the project names a method: the loop, the command line, the
+tests and the documentation list what is registered here.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import dataclasses
 import importlib
 import pkgutil
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -24,7 +28,7 @@ from hf_spec.adapters.config import SpecPeftConfig
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import find_active, require_active
 from hf_spec.adapters.tuner import Fit, Objective, path_of, register_type
-from hf_spec.core.checks import check_choice, check_names, explained
+from hf_spec.core.checks import check_choice, check_names, explained, first_line
 from hf_spec.core.shapes import TokenTree
 from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.options import ADAPTIVE, AUTO, DraftOptions, with_place
@@ -99,8 +103,10 @@ class Method:
     def card(self) -> Traversable:
         """The section of model cards: ``<name>.md`` beside its adapter's config, if it is there."""
         beside = self.adapter_config or self.declares
-        package = sys.modules[beside.__module__].__package__ or ""
-        return files(package) / f"{self.name}.md"
+        module = sys.modules[beside.__module__]
+        if module.__package__:
+            return files(module.__package__) / f"{self.name}.md"
+        return Path(getattr(module, "__file__", None) or "").parent / f"{self.name}.md"
 
     @property
     def option_names(self) -> list[str]:
@@ -197,6 +203,8 @@ class Method:
         return made
 
 
+#: The group of entry points by which installed packages name their methods.
+GROUP = "hf_spec.methods"
 #: The strategy whose candidates join the trees of others.
 RECYCLING = "token_recycling"
 
@@ -243,18 +251,42 @@ def register_method(method: Method) -> None:
 
 
 @cache
-def _discover() -> None:
-    """Register the method of every module of ``hf_spec.methods`` but this one."""
+def _discover() -> list[EntryPoint]:
+    """Register the method of every module of ``hf_spec.methods`` but this one; those of other
+    packages are left to :func:`_load`."""
     import hf_spec.methods as package
 
     for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         if info.name != __name__:
             register_method(importlib.import_module(info.name).METHOD)
+    return list(entry_points(group=GROUP))
+
+
+def _load(left: list[EntryPoint]) -> None:
+    """Register the methods of other packages that are left. One whose module is being imported,
+    which has imported hf_spec, is left until the next time."""
+    imported = []
+    while left:
+        entry = left.pop()
+        spec = getattr(sys.modules.get(entry.module), "__spec__", None)
+        if getattr(spec, "_initializing", False):
+            imported.append(entry)
+            continue
+        try:
+            register_method(entry.load())
+        except Exception as error:  # whatever is wrong with it, the other methods work
+            warnings.warn(
+                f"the strategy {entry.name!r} of an installed package is left out: {entry.value} "
+                f"cannot be registered: {first_line(error)}",
+                stacklevel=2,
+            )
+    left += imported
 
 
 def methods() -> dict[str, Method]:
     """All methods by name."""
-    _discover()
+    if left := _discover():
+        _load(left)
     return dict(sorted(_registered.items()))
 
 

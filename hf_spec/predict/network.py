@@ -47,8 +47,17 @@ class LevelPredictor(Predictor):
     """Predicts level by level; each level is one forward on the likeliest nodes of the one before
     (EAGLE-2, section 4.1).
 
+    It may have a KV ``cache``, which goes back to what is committed when a tree has grown. What
+    else :meth:`level` keeps of the nodes of a level, such as their states, the next level finds by
+    ``frontier.parents`` and :meth:`finish` discards. ``chain`` may end in :meth:`chain_after`.
+
     Args:
+        options: a :class:`GrowOptions`.
         key: the drafter, its adapter and options: what is learned of its drafts is kept by it.
+
+    Attributes:
+        runs: :data:`FORWARDS` if levels are forwards of a model or decoder, :data:`MODULES` if of a
+            few modules.
     """
 
     trees = {CHAIN: None}
@@ -65,7 +74,10 @@ class LevelPredictor(Predictor):
 
     @abstractmethod
     def level(self, frontier: Frontier) -> Tensor:
-        """``(batch, nodes, tokens)`` logits of what follows each node of a frontier."""
+        """``(batch, nodes, tokens)`` logits of what follows each node of a frontier: of all tokens,
+        or of :attr:`token_ids`. At depth 0 the frontier is the roots, whose states :meth:`advance`
+        was given; else ``frontier.parents`` says which node of the frontier before is above each.
+        """
 
     def levels(self, root: Tensor, depth: int, width: int, noise: Tensor | None) -> Levels:
         return Levels(self, width, noise)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import Tiny, prompt
 from peft import get_peft_model
 from running import drafting
@@ -78,3 +79,10 @@ def test_what_adapter_may_name(fresh: Tiny, tmp_path: Path, strategy: str) -> No
 def test_what_is_no_method() -> None:
     with pytest.raises(ValueError, match=r"register_method\('x'\): give a hf_spec.Method"):
         hf_spec.register_method("x")  # type: ignore[arg-type]
+
+
+def test_an_objective_that_returns_a_tensor(fresh: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = get_peft_model(fresh("llama"), hf_spec.MedusaConfig(num_heads=2))
+    monkeypatch.setattr(type(wrapped.base_model), "objective", lambda *_: torch.zeros(()))
+    with pytest.raises(TypeError, match="MEDUSA returned a Tensor: return a dict with 'loss'"):
+        wrapped(prompt(), labels=prompt(), anchors=prompt()[:, :2])

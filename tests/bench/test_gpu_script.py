@@ -49,7 +49,10 @@ def test_every_part_runs(
         assert "error" not in row and not row.get("refused"), row
         if cell.what == "speed":
             stock = cell.contender.startswith("transformers")
-            assert row["synthetic"] == (not stock and cell.contender != "plain") and row["tokens_per_second"] > 0
+            assert (
+                row["synthetic"] == (not stock and cell.contender != "plain")
+                and row["tokens_per_second"] > 0
+            )
             assert (row["made"] > 0) == (cell.way != "eager"), row
     text = capsys.readouterr().out
     assert "1.00x" in text and "eagle3*" in text and "rows are left" not in text

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 import hf_spec
+from hf_spec.adapters.layer import CONTAINER, Adapter
 from hf_spec.modeling_patches.fingerprint import fingerprint
 from hf_spec.modeling_patches.modules import CACHE
 
@@ -460,3 +461,22 @@ def test_fingerprints(fresh: Tiny) -> None:
         attention.scaling = scaling
         states.add(fingerprint(model).state)
     assert len(states) == 8
+
+
+def test_adapters_of_other_packages_do_not_change_a_model(fresh: Tiny) -> None:
+    """The base's forward does not run them, so that it is as Transformers has made it."""
+
+    class Gate(nn.Module):
+        pass
+
+    class Own(Adapter):
+        def __init__(self, config: Any, model: Any):
+            super().__init__(config, model)
+            self.gate = Gate()
+
+    model = fresh("llama")
+    assert fingerprint(model).stock
+    model.add_module(CONTAINER, nn.ModuleDict({"OWN": Own(None, model)}))
+    assert fingerprint(model).stock
+    model.add_module("gate", Gate())
+    assert not fingerprint(model).stock
