@@ -62,6 +62,10 @@ class Drafter(FollowsRows, CandidateGenerator):
     without declares the hidden states that it ``reads``, and defines :meth:`advance` if it reads
     any, :meth:`propose`, and :meth:`chain` for stock assisted decoding.
 
+    ``reads``, ``trees``, ``unused``, ``can_sample``, ``policy_chooses``, ``runs``,
+    ``probe_inputs``, ``group``, ``depth``, ``drafting``, ``beside`` and ``outside`` are those of
+    the predictor, see there; a drafter without one declares its own.
+
     Args:
         predictor: what trees grow from.
 
@@ -69,9 +73,6 @@ class Drafter(FollowsRows, CandidateGenerator):
         ValueError: the option ``tree`` asks for a static tree, and the predictor has none.
 
     Attributes:
-        reads, trees, unused, can_sample, policy_chooses, runs, probe_inputs, group, depth,
-            drafting, beside, outside: those of the predictor, see there; one without declares its
-            own, of which ``depth`` is that of its probes.
         drafts: whether it ever drafts anything.
         pruning: how unlikely draft tokens are dropped in deeper layers, if some steps do so. Which
             ones depends on their tokens, so a pruned tree must not carry distributions.
