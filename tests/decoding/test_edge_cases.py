@@ -14,6 +14,7 @@ from covering import covering
 from running import drafting, family, one_of_each_kind
 from test_compiled import adapt, strategy
 from test_generate import emitted
+from test_method_contract import runs_on
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -140,7 +141,7 @@ def test_compiled_models(
 @pytest.mark.parametrize(
     ("name", "architecture"),
     covering(
-        product(methods(), ["llama", "gpt2"]),
+        [case for case in product(methods(), ["llama", "gpt2"]) if runs_on(*case)],
         lambda name, architecture: [family(name), architecture],
     ),
 )
