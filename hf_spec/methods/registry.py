@@ -263,14 +263,14 @@ def _discover() -> list[EntryPoint]:
 
 
 def _load(left: list[EntryPoint]) -> None:
-    """Register the methods of other packages that are left. One whose module is being imported,
-    which has imported hf_spec, is left until the next time."""
-    imported = []
+    """Register the methods of other packages that are left. One that its module, which is being
+    imported and has imported hf_spec, does not have yet is left until the next time."""
+    later = []
     while left:
         entry = left.pop()
-        spec = getattr(sys.modules.get(entry.module), "__spec__", None)
-        if getattr(spec, "_initializing", False):
-            imported.append(entry)
+        module = sys.modules.get(entry.module)
+        if module is not None and not hasattr(module, entry.attr.partition(".")[0]):
+            later.append(entry)
             continue
         try:
             register_method(entry.load())
@@ -280,7 +280,7 @@ def _load(left: list[EntryPoint]) -> None:
                 f"cannot be registered: {first_line(error)}",
                 stacklevel=2,
             )
-    left += imported
+    left += later
 
 
 def methods() -> dict[str, Method]:
