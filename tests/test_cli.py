@@ -63,6 +63,13 @@ def test_strategies_and_the_version(capsys):
     assert capsys.readouterr().out == f"hf-spec {hf_spec.__version__}\n"
 
 
+def test_strategies_of_installed_packages(capsys, monkeypatch):
+    monkeypatch.setattr("hf_spec.tools.cli.doctor.entry_points", lambda group: [group])
+    monkeypatch.setattr(hf_spec, "strategies", lambda: {"installed": "of a package"})
+    assert cli.main(["strategies", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"installed": "of a package"}
+
+
 def test_bench_prints_a_table_and_writes_everything(checkpoint, prompts, tmp_path, capsys):
     code = bench(
         checkpoint, prompts, tmp_path / "out",

@@ -203,8 +203,6 @@ class Method:
         return made
 
 
-#: The group of entry points by which installed packages name their methods.
-GROUP = "hf_spec.methods"
 #: The strategy whose candidates join the trees of others.
 RECYCLING = "token_recycling"
 
@@ -252,14 +250,14 @@ def register_method(method: Method) -> None:
 
 @cache
 def _discover() -> list[EntryPoint]:
-    """Register the method of every module of ``hf_spec.methods`` but this one; those of other
-    packages are left to :func:`_load`."""
+    """Register the method of every module of ``hf_spec.methods`` but this one. Those that other
+    packages name by entry points of this group are left to :func:`_load`."""
     import hf_spec.methods as package
 
     for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         if info.name != __name__:
             register_method(importlib.import_module(info.name).METHOD)
-    return list(entry_points(group=GROUP))
+    return list(entry_points(group=package.__name__))
 
 
 def _load(left: list[EntryPoint]) -> None:

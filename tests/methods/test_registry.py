@@ -59,7 +59,7 @@ METHOD = hf_spec.Method(
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of a package that names its method by an entry point."""
-    entry = EntryPoint("installed", "installed_method:METHOD", registry.GROUP)
+    entry = EntryPoint("installed", "installed_method:METHOD", "hf_spec.methods")
     monkeypatch.setattr(registry, "_discover", lambda left=[entry]: left)  # noqa: B006
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "installed_method", raising=False)

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
 from shlex import quote
@@ -19,6 +20,8 @@ from hf_spec.tools.loading import NATIVE, check_adapter, chosen_device, load_mod
 
 #: What ``auto`` takes, in its order.
 AUTO_TAKES = "assistant_model, the active adapter, the checkpoint's MTP layers, token_recycling"
+#: The package of the methods, and the group of entry points by which others name theirs.
+METHODS = "hf_spec.methods"
 #: The name and the summary of a method, where its module defines it.
 METHOD = re.compile(r'^METHOD = Method\(\s*name="(.+)",\s*summary="(.+)",$', re.MULTILINE)
 
@@ -48,8 +51,13 @@ def _show(entries: Mapping[str, Any], indent: str = "") -> None:
 
 def _summaries() -> dict[str, str]:
     """What ``hf_spec.strategies()`` returns, read from the sources of the methods' modules:
-    importing them takes seconds."""
-    folder = Path(str(files("hf_spec.methods")))
+    importing them takes seconds. Those of other packages have to be imported."""
+    if entry_points(group=METHODS):
+        load_library()
+        import hf_spec
+
+        return hf_spec.strategies()
+    folder = Path(str(files(METHODS)))
     paths = [*folder.glob("*.py"), *folder.glob("*/__init__.py")]
     return dict(sorted(pair for path in paths for pair in METHOD.findall(path.read_text("utf-8"))))
 
