@@ -118,12 +118,14 @@ TEXT, NEW = 1_536, 16
 HEADS, DIM, HIDDEN, LAYERS = 4, 32, 64, 12
 #: Bytes per token that a drafter holds of its own: the states that it reads, twice as they are put
 #: together, keys and values, and the mask of 512 rows, which run at once; those of a block drafter,
-#: whose context needs no mask, when what the prompt's forward held is gone.
+#: whose context needs no mask, when what the prompt's forward held is gone. One layer of two has a
+#: window in ``dflash`` and keeps 576 tokens, those 512 among them; none has in ``dspark``.
+_BLOCKS = 4 * 5 * HIDDEN
 OWN = {
     "eagle3": 4 * (2 * 3 * HIDDEN + 2 * HEADS * DIM) + 512,
     "mtp": 4 * (2 * HIDDEN + 2 * HEADS * DIM) + 512,
-    "dflash": 4 * 5 * HIDDEN,
-    "dspark": 4 * 5 * HIDDEN,
+    "dflash": _BLOCKS,
+    "dspark": _BLOCKS + 4 * 2 * HEADS * DIM * (TEXT - 576) // TEXT,
     "draft_model": 4 * 3 * 2 * 16,
 }
 
