@@ -440,10 +440,12 @@ class Ranks:
             if mesh is not None:
                 self._group = mesh.get_group("tp" if "tp" in names else None)
 
-    def same(self, numbers: Sequence[float]) -> list[float]:
-        """The first rank's numbers; all ranks call this with equally many."""
-        if self.size == 1:
-            return list(numbers)
+    @property
+    def same(self) -> Callable[[Sequence[float]], list[float]]:
+        """Gives the first rank's numbers; all ranks call it with equally many."""
+        return list if self.size == 1 else self._first
+
+    def _first(self, numbers: Sequence[float]) -> list[float]:
         values = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         distributed.broadcast(values, group=self._group, group_src=0)
         return values.tolist()

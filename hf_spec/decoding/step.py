@@ -184,6 +184,7 @@ class Steps:
 
     def __post_init__(self) -> None:
         self.device = DeviceStep(self.state, self.strategy, self.acceptance, self.watch)
+        self._probes = len(self.strategy.drafter.group)  # of a node
         #: What the last step has committed; None once the drafter has taken it in.
         self._outcome: Outcome | None = None
 
@@ -260,8 +261,8 @@ class Steps:
             tree = merged(tree, lookups) if lookups else tree
         if state.forced and (drafter.drafts or state.lookups):  # else these are all
             tree = state.forced.completed(tree, state.max_depth)
-        group, competes = len(drafter.group), self.replaces and state.target.unpads
-        tree, probed = policy.choose(tree, state.active, limits, group, competes)
+        competes = self.replaces and state.target.unpads
+        tree, probed = policy.choose(tree, state.active, limits, self._probes, competes)
         if probed is not None:
             tree = drafter.attach_probes(tree, (probed * drafter.depth).tolist())
         return tree.within(limits), False

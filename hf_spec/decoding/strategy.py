@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -349,7 +350,8 @@ class Strategy:
         kind: what compiled code and what is learned are kept by.
         graphs: compiled code for its steps; None if they are not compiled.
         recording: whether and when they are recorded.
-        packed: lets forwards compute with packed copies of weights; None if there are none.
+        run: calls a function, whose forwards compute with packed copies of weights if there are
+            any; else the model runs as it is, compiled if it is compiled.
         rows_stay: whether each forward must have all rows of the batch in their order, as hooks may
             count on it.
         alone: whether steps are of one token, as code of the user's may tell tokens apart.
@@ -366,7 +368,7 @@ class Strategy:
     kind: tuple[str, str, str | None, int]
     graphs: Graphs | None
     recording: Recording
-    packed: Changes | None
+    run: Callable[..., Any]
     rows_stay: bool
     alone: bool
     runs: State
@@ -416,15 +418,8 @@ class Strategy:
             graphs, recording = graphs_for(model, config, drafter, kind, call)
         return cls(
             model, method, options, drafter, timed, lookup, samples, kind, graphs, recording,
-            packed if copies else None, running.rows_stay, alone, running.state,
+            packed.run if copies else operator.call, running.rows_stay, alone, running.state,
         )  # fmt: skip
-
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function, whose forwards compute with packed copies of weights if there are any;
-        else the model runs as it is, compiled if it is compiled."""
-        if self.packed is None:
-            return function(*args, **kwargs)
-        return self.packed.run(function, *args, **kwargs)
 
     def after_shortage(self, kind: type[BaseException] | None, *_: Any) -> None:
         """At the end of a call: where memory did not suffice, whatever for, free what was recorded

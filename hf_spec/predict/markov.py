@@ -293,6 +293,7 @@ class MarkovHead(ConditionalHead):
     def __init__(self, weights: Mapping[str, Tensor], model: Any):
         self.weights = tuple(weights[name] for name in MARKOV_HEAD)  # V, U and S
         self.model, self.vocabulary = model, DraftVocabulary.of(weights, model)
+        self._device = placement(model).device
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], model: Any) -> MarkovHead | None:
@@ -357,7 +358,7 @@ class MarkovHead(ConditionalHead):
     def _unit_embeddings(self, tokens: Tensor) -> Tensor:
         """e(x) of tokens ``(...)``: ``(..., embedding)``, without gradients."""
         with torch.no_grad():
-            embeddings = self.model.get_input_embeddings()(tokens.to(placement(self.model).device))
+            embeddings = self.model.get_input_embeddings()(tokens.to(self._device))
             embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
             scaled = functional.rms_norm(embeddings, embeddings.shape[-1:], eps=1e-12)
         return scaled.to(self.weights[0])
@@ -371,8 +372,8 @@ class MarkovHead(ConditionalHead):
         modules = self.model.get_input_embeddings(), self.model.get_output_embeddings()
 
         def make() -> tuple[Tensor, Tensor]:
-            (known, _), device = input_features(self.model), placement(self.model).device
-            ids = torch.arange(known, device=device)
+            known, _ = input_features(self.model)
+            ids = torch.arange(known, device=self._device)
             embedded = torch.cat([self._embedded(some) for some in ids.split(AT_ONCE)])
             # A view of a parameter in training requires gradients, even where none are computed:
             # hooks on all modules, as of a FlopCounterMode, fail when a module gets it.
