@@ -103,7 +103,7 @@ def draft_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the policy chooses: every step drafts as deep as it may, and takes all draft tokens."""
     from hf_spec.draft.policy import Plan, StepPolicy
 
-    monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookup=False: True)
+    monkeypatch.setattr(StepPolicy, "wants_draft", lambda self, lookup=False: True)
     monkeypatch.setattr(StepPolicy, "paused", False)
     monkeypatch.setattr(StepPolicy, "draft_cost", lambda self: -1.0)
     monkeypatch.setattr(StepPolicy, "_best", lambda self, likely, *_: Plan(likely.shape[1] - 1))

@@ -42,7 +42,7 @@ class Pruning(Protocol):
 def connected(tree: Tree, wanted: Tensor) -> Tensor:
     """The roots, and the draft tokens of ``wanted`` (batch, tokens) whose ancestors are all in
     it."""
-    tree = tree.drafted
+    tree = tree.without_probes
     wanted = wanted & tree.valid
     wanted[:, 0] = True
     return ~(tree.ancestors & ~wanted[:, None, :]).any(-1)
@@ -64,7 +64,7 @@ def keep_likely(tree: Tree, likely: Tensor, log_p: Tensor) -> tuple[Tree, Tensor
         The smaller trees, whose ``slots`` are the nodes' indices in the whole ones, and
         ``(batch, kept nodes and probes)`` int64 such indices. None if no node is dropped.
     """
-    valid, size = tree.drafted.valid, tree.num_tokens
+    valid, size = tree.without_probes.valid, tree.num_tokens
     # Likely nodes first, then valid ones; among equals, parents come before their children.
     rank = torch.where(valid, log_p.clamp(min=_LEAST), 3 * _LEAST)
     rank = torch.where(likely, rank, rank + 2 * _LEAST)

@@ -387,12 +387,12 @@ class Tree:
         return self.tensors.probe_counts
 
     @property
-    def drafted(self) -> Tree:
+    def without_probes(self) -> Tree:
         """The trees without probes."""
-        return self if self.group is None else self._drafted
+        return self if self.group is None else self._without_probes
 
     @cached_property
-    def _drafted(self) -> Tree:
+    def _without_probes(self) -> Tree:
         shape = self.num_tokens, 0
         tree = dataclasses.replace(self, shape=shape, group=None, probes=None)
         return tree.with_tensors(*self.tensors.cut(*shape))

@@ -163,7 +163,7 @@ def match(tree: Tree, targets: Tensor) -> StepResult:
         tree: the draft tree of each row.
         targets: ``(batch, tokens)`` the target's token after each node that has one.
     """
-    tree, probes = tree.drafted, tree.probe_counts
+    tree, probes = tree.without_probes, tree.probe_counts
     nodes, tokens = tree.num_nodes, tree.tokens
     if nodes == 1:
         return _roots(targets, probes)
@@ -198,7 +198,7 @@ def match_along(
         lockstep: all unfinished rows accept equally many nodes: as many as the row that accepts
             the fewest.
     """
-    tree, probes = tree.drafted, tree.probe_counts
+    tree, probes = tree.without_probes, tree.probe_counts
     unfinished, bonus = active, torch.zeros_like(tree.tokens[:, 0])
     last, counts = bonus, torch.ones_like(bonus)
     for depth in range(tree.max_depth + 1):
@@ -229,7 +229,7 @@ def rejection(tree: Tree, scores: ScoreFn, active: Tensor, early_exit: bool = Fa
         scores: see its type.
         active, early_exit: as in :func:`match_along`.
     """
-    tree, probes = tree.drafted, tree.probe_counts
+    tree, probes = tree.without_probes, tree.probe_counts
     tokens, draft = tree.tokens, tree.q
     assert draft is not None
     rows = torch.arange(len(tokens), device=tokens.device)
@@ -283,7 +283,7 @@ def typical(
         epsilon: hard threshold, in (0, 1].
         delta: weight of the entropy threshold, in (0, 1].
     """
-    tree, probes = tree.drafted, tree.probe_counts
+    tree, probes = tree.without_probes, tree.probe_counts
     root = tree.depths == 0
     rows = torch.arange(len(root), device=root.device)
     log_p = scores.log_softmax(-1)

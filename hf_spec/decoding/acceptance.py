@@ -100,7 +100,7 @@ class Scorer:
         self._all = _split(processors)
         self._drafting = _split(stateless) if self.stateful else self._all
         self.trivial, self.rowwise = not processors, not self._all[0]
-        self._first = _first_seen(processors, len(sequences.lengths), sequences.width)
+        self._first = _first_seen(processors, len(sequences.lengths), sequences.prompt_length)
         self.unordered = self._first is not None
         self.lockstep = bool(self.stateful) and len(sequences.lengths) > 1
         #: The last logits of all sequences of the call.
@@ -185,7 +185,7 @@ class Scorer:
                     changed = processor(ids[:, :0], scores)
                     scores = torch.where(columns < shorter(processor), changed, scores)
             return scores.unflatten(0, logits.shape[:2]).to(logits.device)
-        tree, scores = tree.drafted, logits.to(torch.float32, copy=True)
+        tree, scores = tree.without_probes, logits.to(torch.float32, copy=True)
         for node, depths in enumerate(tree.depths.T.tolist()):
             # The nodes on the path to this one come first, by their depths.
             off_path = ~tree.ancestors[:, node]
@@ -422,7 +422,7 @@ class Acceptance:
         active = to_device(unfinished, logits.device)
         # A processor with a state must not be called for more tokens than are accepted.
         early_exit = stateful or not is_async(logits.device)
-        score = self._along_path(tree.drafted, logits, ragged)
+        score = self._along_path(tree.without_probes, logits, ragged)
 
         def known(active: Tensor) -> list[bool]:
             """The rows that go on: all that are unfinished, if the host does not ask."""

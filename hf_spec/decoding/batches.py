@@ -31,7 +31,7 @@ from hf_spec.modeling_patches.weights import vocabulary
 #: Most sequences at once where nobody says how many.
 ROWS = 32
 #: The option of continuous batching that says it.
-MOST = "max_requests_per_batch"
+MOST_REQUESTS = "max_requests_per_batch"
 #: The option of strategies that says it.
 ROWS_OPTION = "max_rows"
 #: What else is taken: there is no cache that is made in advance, of whose size this is a limit.
@@ -88,7 +88,7 @@ def generate_batch(
     begun = time.perf_counter()
     named = kwargs.pop("assistant_kwargs", None)
     options = dict(_options_of(given) if named is None else named)
-    options.setdefault(ROWS_OPTION, getattr(batching, MOST, None) or ROWS)
+    options.setdefault(ROWS_OPTION, getattr(batching, MOST_REQUESTS, None) or ROWS)
     model.eval()  # as Transformers' own does
     out = model.generate(
         **pad_left(inputs, 0, model.device), generation_config=given, assistant_kwargs=options,
@@ -136,7 +136,7 @@ def init_continuous_batching(
     options, given.continuous_batching_config = _options_of(given), None
     given.update(**model.generation_config.to_dict(), defaults_only=True)
     check_strategy(model, given)
-    most = options.get(ROWS_OPTION) or getattr(batching, MOST, None) or ROWS
+    most = options.get(ROWS_OPTION) or getattr(batching, MOST_REQUESTS, None) or ROWS
     return RequestManager(model, given, most)
 
 
@@ -163,11 +163,11 @@ def _check(where: str, taken: Sequence[str], given: dict[str, Any], batching: An
     """Raise a ValueError for options, ``given`` or of continuous batching, that only Transformers'
     paged cache has; ``taken``: those that ``where`` takes."""
     for name, value in {**given, **_changed(batching)}.items():
-        if name not in (MOST, IN_ADVANCE):
+        if name not in (MOST_REQUESTS, IN_ADVANCE):
             raise ValueError(
                 f"{name}={value!r} in {where} with a strategy: it has no paged cache, and "
-                f"takes {', '.join((*taken, MOST))} and a generation_config. Leave it out, or give "
-                "assistant_strategy=None."
+                f"takes {', '.join((*taken, MOST_REQUESTS))} and a generation_config. Leave it "
+                "out, or give assistant_strategy=None."
             )
 
 
@@ -228,6 +228,9 @@ class _Request:
     left: bool = False
     why: str | None = None
 
+    def __post_init__(self) -> None:
+        self._eos = eos_ids(self.config)
+
     @property
     def output(self) -> GenerationOutput:
         """What there is so far."""
@@ -239,7 +242,7 @@ class _Request:
 
     def is_over(self, token: int) -> bool:
         """Whether this token is its last."""
-        return token in eos_ids(self.config) or len(self.tokens) == self.config.max_new_tokens
+        return token in self._eos or len(self.tokens) == self.config.max_new_tokens
 
 
 class _Streamer(BaseStreamer):

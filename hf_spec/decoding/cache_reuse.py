@@ -172,7 +172,7 @@ def new_tokens(
 ) -> list[list[int]]:
     """Each row's new tokens for a continued TreeCache, which is cut where the prompt differs."""
     cache, sequences = owner.given, owner.sequences
-    rows, width = sequences.now.tokens, sequences.width
+    rows, width = sequences.now.tokens, sequences.prompt_length
     _check_continued(cache, rows, model)
     cache.count_appended()
     seen = (
@@ -350,16 +350,16 @@ def begin_rope(target: Target, owner: CacheOwner) -> None:
     if rope is None:
         return
     longest = int((target.cache.lengths + target.position_shift[:, 0]).max())
-    rope.last = longest + sequences.max_length - sequences.width - 1
+    rope.last = longest + sequences.max_length - sequences.prompt_length - 1
     rope.move(longest + 1)
-    if recompute_end(target.model) is not None and sequences.width <= rope.end:
+    if recompute_end(target.model) is not None and sequences.prompt_length <= rope.end:
         if bool(target.position_shift.any()):
             raise ValueError(
                 f"position_ids that don't count from 0: {name} computes its cache anew at position "
                 f"{rope.end}, which strategies cannot follow then. Leave them out."
             )
         # Plain generation uses the width of the ids; if all are padded, frequencies change later.
-        rope.recomputes = longest == sequences.width
+        rope.recomputes = longest == sequences.prompt_length
 
 
 def advance_rope(state: DecodeState, rope: DynamicRope) -> None:

@@ -235,7 +235,7 @@ class _Way:
             return nullcontext(WHOLE)
         rows = len(sequences.lengths)
         stack.enter_context(self.sharing.admitted(rows, sequences.max_length))
-        return self.sharing.prompt(rows, sequences.width)
+        return self.sharing.prompt(rows, sequences.prompt_length)
 
     def begin(self, owner: CacheOwner, strategy: Strategy) -> None:
         """In that block: let the prompt begin with states of calls that have ended."""

@@ -300,10 +300,10 @@ class Prompt:
     def __post_init__(self) -> None:
         sequences, given = self.owner.sequences, (self.model, self.input_ids, self.model_kwargs)
         self.first, self.later = PromptInputs.of(*given), LaterInputs.of(*given)
-        self.budget = sequences.max_length - sequences.width
+        self.budget = sequences.max_length - sequences.prompt_length
         mask = self.mask = self.model_kwargs.get("attention_mask")
         self.real = None if mask is None else mask.bool()
-        columns = self.budget + (sequences.width if mask is None else mask.shape[1])
+        columns = self.budget + (sequences.prompt_length if mask is None else mask.shape[1])
         self.continues = isinstance(self.owner.given, TreeCache)
         if not self.continues and self._can_be_kept:
             self.continues = self.owner.begin_with_kept()

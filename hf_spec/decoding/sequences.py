@@ -65,17 +65,17 @@ class Sequences:
         pad_token_id: int | None = None, streamer: Any = None, shows_scores: bool = False,
         same: Callable[[Sequence[float]], list[float]] = list,
     ):  # fmt: skip
-        count, self.width = input_ids.shape
+        count, self.prompt_length = input_ids.shape
         self.max_length = NO_LIMIT
         self._ids = input_ids.clone()
-        self.lengths = [self.width] * count
+        self.lengths = [self.prompt_length] * count
         #: Columns of each sequence that the device has.
-        self._sent = [self.width] * count
+        self._sent = [self.prompt_length] * count
         self.rows = list(range(count))
         self._now: Snapshot | None = None  # until the next step
         prompts = input_ids if real is None else [ids[own] for ids, own in zip(input_ids, real)]
         self._tokens: list[list[int]] = [ids.tolist() for ids in prompts]
-        self.streamer, self._streamed = streamer, self.width
+        self.streamer, self._streamed = streamer, self.prompt_length
         self.pad = pad_token_id or 0
         #: Length at which a sequence's criteria first stopped it.
         self._stops: list[int | None] = [None] * count
@@ -90,12 +90,14 @@ class Sequences:
         self._deadline, self._same = float("inf"), same
         self._by_token: list[Any] = []
         self._by_column: list[Any] = []
-        self._asked = self.width
+        self._asked = self.prompt_length
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 self.eos |= set(criterion.eos_token_id.tolist())
             elif type(criterion) is MaxLengthCriteria:
-                end = max(math.ceil(criterion.max_length), self.width + 1)  # asked after a token
+                end = max(
+                    math.ceil(criterion.max_length), self.prompt_length + 1
+                )  # asked after a token
                 self.max_length = min(end, self.max_length)
             elif type(criterion) is MaxTimeCriteria:
                 end = criterion.initial_timestamp + criterion.max_time
@@ -129,7 +131,7 @@ class Sequences:
     @property
     def emitted(self) -> list[int]:
         """Tokens that each sequence of the call has emitted."""
-        return [length - self.width for length in self.lengths]
+        return [length - self.prompt_length for length in self.lengths]
 
     @property
     def answers(self) -> list[list[int]]:
@@ -244,7 +246,7 @@ class Sequences:
         shown = self.shown(length)
         scores = None
         if self._asked_scores is not None:
-            self._asked_scores.append(self._column(1, length - self.width - 1))
+            self._asked_scores.append(self._column(1, length - self.prompt_length - 1))
             scores = tuple(self._asked_scores)
         answers = [
             to_device(criterion(shown, scores), shown.device, torch.bool).expand(len(every))
@@ -273,7 +275,7 @@ class Sequences:
             return
         unfinished = [own for row, own in enumerate(self.lengths) if self._takes(row)]
         end = min(unfinished, default=self._end())
-        for i in range(self._streamed - self.width, end - self.width):
+        for i in range(self._streamed - self.prompt_length, end - self.prompt_length):
             values = [
                 own[i - count] if i < count else self.pad
                 for own, count in zip(self._tokens, self.emitted)
@@ -338,6 +340,8 @@ def pad_left(
     """Sequences as left-padded ``input_ids`` and ``attention_mask``, both ``(batch, seq)``."""
     width = max(map(len, rows))
     filled = [[pad] * (width - len(row)) + [*row] for row in rows]
-    ids = torch.tensor(filled, dtype=torch.long, device=device)
     mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-    return {"input_ids": ids, "attention_mask": torch.tensor(mask, device=device)}
+    return {
+        "input_ids": to_device(filled, device, torch.long),
+        "attention_mask": to_device(mask, device, torch.long),
+    }

@@ -108,7 +108,7 @@ class CallSequences(FollowsRows):
         return range(len(self.places))
 
     @property
-    def taken(self) -> list[bool]:
+    def occupied(self) -> list[bool]:
         """Whether a row is a sequence."""
         return [isinstance(place, Place) for place in self.places]
 
@@ -346,7 +346,7 @@ class SharedSteps(Steps):
     @property
     def num_sequences(self) -> int:
         """The sequences that have rows in the batch."""
-        return sum(self.sequences.taken)
+        return sum(self.sequences.occupied)
 
     @property
     def calls(self) -> list[Call]:
@@ -359,7 +359,7 @@ class SharedSteps(Steps):
         call.steps.settle()
         sequences: Any = CallSequences(call)
         call.steps.state.sequences, call.begun = sequences, self._counted()
-        taken, graphs = self.sequences.taken, self.strategy.graphs
+        taken, graphs = self.sequences.occupied, self.strategy.graphs
         if not all(taken):
             left = max(sum(taken), len(taken) - len(sequences.places))
             self.select(places_taken(taken, left))
@@ -370,7 +370,7 @@ class SharedSteps(Steps):
 
     def _fit(self) -> None:
         """Have a number of rows that recurs."""
-        taken = self.sequences.taken
+        taken = self.sequences.occupied
         size, left = len(taken), bucket(sum(taken))
         if left < size:
             self.select(places_taken(taken, left))

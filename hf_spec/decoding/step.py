@@ -49,14 +49,14 @@ class Ran(NamedTuple):
         output: that of the forward, of the trees that pruning has left.
         result: what is accepted of them.
         in_place: whether accepted nodes are in the first slots of the cache's block.
-        drafted: what the drafter's program has found; empty if it has not run.
+        program_outputs: what the drafter's program has found; empty if it has not run.
         draft: runs it once the host knows what is emitted; None if it need not run any more.
     """
 
     output: Output
     result: StepResult
     in_place: bool
-    drafted: Sequence[Tensor] = ()
+    program_outputs: Sequence[Tensor] = ()
     draft: Draft | None = None
 
 
@@ -92,7 +92,7 @@ class DeviceStep:
             )
         with self.watch.phase("verify"):
             ran = self._verified(output, accept)
-        if program is None or ran.drafted:
+        if program is None or ran.program_outputs:
             return ran
         if program.reads_cache and not ran.in_place:
             state.cache.states.move(state.cache.lengths, ran.result.path)
@@ -102,7 +102,7 @@ class DeviceStep:
         if state.noise is not None:  # that of later tokens is known once the host knows the counts
             return ran._replace(draft=draft)
         with self.watch.phase("draft"):
-            return ran._replace(drafted=draft())
+            return ran._replace(program_outputs=draft())
 
     def _verified(
         self, output: Output, accept: Callable[[Tree, Tensor, list[bool]], StepResult] | None
@@ -118,7 +118,7 @@ class DeviceStep:
         else:
             result = self.acceptance(*found, output.ragged)
         state.root = result.bonus.to(state.root.device)
-        return Ran(output, result, in_place, output.drafted)
+        return Ran(output, result, in_place, output.program_outputs)
 
     def _drafted(
         self, program: DraftProgram, apart: Graphs | None, output: Output, result: StepResult,
@@ -214,7 +214,7 @@ class Steps:
             tree, repeats = self._draft()
         grows = not self.policy.paused
         ran = self.device.run(tree, grows)
-        kept, drafted = ran.output.tree, ran.drafted
+        kept, drafted = ran.output.tree, ran.program_outputs
         # The step's one transfer, but for drafts that grow later.
         with watch.phase("verify"), watch.waiting():
             host, numbers = ran.result.to_host(*drafted[:1])
@@ -247,7 +247,7 @@ class Steps:
         if known is not None:
             self._end(False)
             return Tree.of_rows(known, state.root.device).within(limits), True
-        if alone or not (policy.drafts(state.looks_up) and any(limits)):
+        if alone or not (policy.wants_draft(state.looks_up) and any(limits)):
             self._end(False)
             return Tree.roots(state.root), False
         lookups, drafter = state.lookup(), self.strategy.drafter

@@ -105,7 +105,7 @@ class Drafter(FollowsRows, CandidateGenerator):
             _check_static(options, predictor)
         self.model, self.predictor = model, predictor
         self.options: Any = options  # of the method's own class
-        self._taken = 0  # nodes with tokens of the last step that drafted
+        self._last_tokens = 0  # nodes with tokens of the last step that drafted
         self._next_trust: Sequence[float] = ()  # of the trees that a program grows
         #: This step's trees and their trust. Lookups may be merged into what is forwarded.
         self._trees: tuple[HostTree, Sequence[float]] | None = None
@@ -284,7 +284,7 @@ class Drafter(FollowsRows, CandidateGenerator):
         if predictor is None:
             return
         if trees is not None:
-            self._taken, self._trees = tree.num_tokens, None
+            self._last_tokens, self._trees = tree.num_tokens, None
             if predictor.calibration is not None:
                 predictor.calibration.learn(*trees, result.tokens)
         predictor.observe(state, tree, result)
@@ -309,7 +309,7 @@ class Drafter(FollowsRows, CandidateGenerator):
             other: their drafter, with the same options; it is not used again.
         """
         self._static.clear()
-        self._taken = max(self._taken, other._taken)
+        self._last_tokens = max(self._last_tokens, other._last_tokens)
         super().join(other)
 
     def complete(self, state: DecodeState) -> None:
@@ -349,7 +349,7 @@ class Drafter(FollowsRows, CandidateGenerator):
             return self._whole(_roots(state), predictor)
         predictor.catch_up(state)
         reads, rows, cost = not is_async(root.device), state.active, state.draft_cost
-        count, depth, goes_on = amount(predictor, self._taken, depth, rows, cost, reads)
+        count, depth, goes_on = amount(predictor, self._last_tokens, depth, rows, cost, reads)
         noise, trust = self._noise(state, predictor, depth), predictor.trust
         packed = _likeliest(self._predictors, root, noise, trust, count, depth, goes_on)
         state.stats.num_draft_forwards += predictor.forwards

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 #: Most tokens that are allowed for all of them to be drafted.
 FEW = 8
 #: Most draft tokens of a sequence that are forced.
-MOST = 15
+MOST_FORCED = 15
 #: Depth of the deepest draft token under a grammar: outlines goes back 32 tokens at most.
 DEEPEST = 24
 #: Probability of the longest of several allowed tokens; the others share the rest.
@@ -260,7 +260,7 @@ def completed(matcher: Matcher, tree: Row, depth: int, ends: Collection[int] = (
         walk(0, 0, min(depth, DEEPEST))
     finally:
         matcher.undo(1)
-    return found.likeliest_first(len(tree.tokens) + MOST)
+    return found.likeliest_first(len(tree.tokens) + MOST_FORCED)
 
 
 class SequenceForced:
@@ -327,7 +327,7 @@ class SequenceForced:
         def goes_on(token: int) -> bool:
             return 0 <= token < self._vocabulary and token not in self._ends
 
-        return [int(token) for token in takewhile(goes_on, told[:MOST])]
+        return [int(token) for token in takewhile(goes_on, told[:MOST_FORCED])]
 
 
 class BatchForced(Rowwise):

@@ -171,7 +171,7 @@ class StepTimes:
     pace: float = 1.0
     sizes: dict[float, MeanTime] = field(default_factory=dict)
     drafting: MeanTime = field(default_factory=MeanTime)
-    drafted: MeanTime = field(default_factory=MeanTime)
+    draft_forward: MeanTime = field(default_factory=MeanTime)
 
     def observe(
         self, size: float, seconds: float, drafting: float | None = None, forwards: int = 0
@@ -188,7 +188,7 @@ class StepTimes:
             drafting = max(drafting, TICK) / self.pace
             self.drafting.add(drafting)
             if forwards:
-                self.drafted.add(drafting / forwards)
+                self.draft_forward.add(drafting / forwards)
         one, estimate = self.sizes.setdefault(size, MeanTime()), self.seconds(size)
         known = one.mean if one.count else None
         # A stall of a new size is clipped, too.
@@ -239,9 +239,9 @@ class StepTimes:
         return None if self.drafting.mean is None else self.pace * self.drafting.mean
 
     @property
-    def drafted_seconds(self) -> float | None:
+    def draft_forward_seconds(self) -> float | None:
         """Seconds of one drafting forward; None while unknown."""
-        return None if self.drafted.mean is None else self.pace * self.drafted.mean
+        return None if self.draft_forward.mean is None else self.pace * self.draft_forward.mean
 
     def plain_seconds(self) -> float | None:
         """Seconds of a plain step; None while unknown."""
@@ -259,8 +259,8 @@ class StepTimes:
         means = self.means
         times = self.curve([size * rows for size in means])
         guesses = {} if times is None else dict(zip(means, times.tolist()))
-        drafting, drafted = MeanTime(self.drafting_seconds), MeanTime(self.drafted_seconds)
-        return replace(StepTimes.guessed(guesses), drafting=drafting, drafted=drafted)
+        drafting, forward = MeanTime(self.drafting_seconds), MeanTime(self.draft_forward_seconds)
+        return replace(StepTimes.guessed(guesses), drafting=drafting, draft_forward=forward)
 
     @classmethod
     def guessed(cls, seconds: dict[float, float]) -> StepTimes:
@@ -382,14 +382,14 @@ class Setting:
 
     Attributes:
         times: step times; those of pruned steps by step tokens before pruning.
-        rate: tokens of all rows per second.
+        tokens_per_second: tokens of all rows per second.
         sizes_to_time: draft tokens that the next steps must have.
         retries: when to try again what did not pay: ``plain`` steps, ``probes`` in steps without
             predictions.
     """
 
     times: StepTimes = field(default_factory=StepTimes)
-    rate: Average = field(default_factory=Average)
+    tokens_per_second: Average = field(default_factory=Average)
     sizes_to_time: deque[int] = field(default_factory=deque)
     retries: defaultdict[str, Retry] = field(default_factory=lambda: defaultdict(Retry))
 

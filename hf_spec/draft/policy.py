@@ -1,7 +1,7 @@
 """How much is drafted. In the order of a step:
 
 * :meth:`StepPolicy.draft_cost`: what a drafting forward must bring;
-* :meth:`StepPolicy.drafts`: whether the step drafts, or is plain;
+* :meth:`StepPolicy.wants_draft`: whether the step drafts, or is plain;
 * :func:`amount`: how many draft tokens grow, and how deep, by what a level takes and brings;
 * :meth:`StepPolicy.choose`: how many of them the step takes, and which nodes get probes;
 * :meth:`StepPolicy.observe`: what the step has told of times and gains.
@@ -107,13 +107,13 @@ class Amount(NamedTuple):
 
 
 def amount(
-    drafts: Drafts, taken: int, depth: int, active: Sequence[bool], cost: float | None,
+    drafts: Drafts, last_tokens: int, depth: int, active: Sequence[bool], cost: float | None,
     reads: bool,
 ) -> Amount:  # fmt: skip
     """How far trees grow for the next step.
 
     Args:
-        taken: nodes with tokens of the last step that drafted.
+        last_tokens: nodes with tokens of the last step that drafted.
         depth: of the deepest draft token that there may be.
         active: unfinished rows.
         cost: see :meth:`StepPolicy.draft_cost`.
@@ -121,7 +121,7 @@ def amount(
             on a device that it runs ahead of: there, how deep trees are is decided before, by how
             often tokens at each depth were right.
     """
-    tokens, rule, takes = _num_tokens(drafts, taken), drafts.goes_on, drafts.level_cost
+    tokens, rule, takes = _num_tokens(drafts, last_tokens), drafts.goes_on, drafts.level_cost
     if not depth:
         return Amount(tokens, 0)
     if rule is not None:
@@ -132,23 +132,23 @@ def amount(
         if reads:
             rule = exit.rule(cost, each)
         else:
-            depth = exit.levels(depth, sum(active), cost, each)
+            depth = exit.num_levels(depth, sum(active), cost, each)
     elif takes is LevelCost.LOOKUP and reads:
         rule = is_likely
     return Amount(tokens, depth, None if rule is None else ends_early(active, rule))
 
 
 def recurring_amount(
-    drafts: Drafts, taken: int, active: Sequence[bool], cost: float | None, grows: bool
+    drafts: Drafts, last_tokens: int, active: Sequence[bool], cost: float | None, grows: bool
 ) -> Amount:
     """:func:`amount` where programs grow the trees: of few depths, as code is made for each;
     ``grows``: whether trees are wanted."""
     depth = drafts.depth if grows else 0
-    found = amount(drafts, taken, depth, active, cost, reads=False)
+    found = amount(drafts, last_tokens, depth, active, cost, reads=False)
     return found._replace(depth=min(bucket(found.depth), drafts.depth))
 
 
-def _num_tokens(drafts: Drafts, taken: int) -> int:
+def _num_tokens(drafts: Drafts, last_tokens: int) -> int:
     """Number of draft tokens to grow after a step with so many nodes with tokens."""
     if drafts.width == 1:
         return drafts.siblings * drafts.depth
@@ -156,7 +156,7 @@ def _num_tokens(drafts: Drafts, taken: int) -> int:
         return drafts.exactly
     if drafts.level_cost.runs:
         return GROWN
-    return MOST if taken > FEWEST else FEWEST
+    return MOST if last_tokens > FEWEST else FEWEST
 
 
 def fixed_size(num_draft_tokens: Any, timed: bool) -> int | None:
@@ -222,7 +222,7 @@ class DraftExit:
         the first ones although they are not; the arguments as of :meth:`is_worth`."""
         return self.is_worth(distance, paths, cost, present) or distance == 1 and self.due()
 
-    def levels(self, most: int, rows: int, cost: float | None, per_level: bool = True) -> int:
+    def num_levels(self, most: int, rows: int, cost: float | None, per_level: bool = True) -> int:
         """How many levels pay, by how often draft tokens at each distance were right.
 
         Args:
@@ -245,7 +245,7 @@ class DraftExit:
 
     def rule(self, cost: float, per_level: bool = True) -> GoesOn:
         """Decides whether the level after a frontier pays, by its probabilities; the arguments as
-        of :meth:`levels`."""
+        of :meth:`num_levels`."""
 
         def goes_on(frontier: Frontier) -> bool:
             if frontier.depth and not per_level:
@@ -260,7 +260,7 @@ class DraftExit:
 
 #: Numbers of draft tokens that a step may have. There are few, so that steps repeat: with the root,
 #: they are powers of two, to which compiled steps are padded anyway.
-SIZES = (0, 1, 3, 7, 15, 31, 63)
+TREE_SIZES = (0, 1, 3, 7, 15, 31, 63)
 #: Nodes per row, on average, of a step in which the draft tokens of all rows compete.
 AVERAGES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
 #: Most step tokens per batch row of a step with probes.
@@ -279,7 +279,7 @@ class Plan(NamedTuple):
     probed: int = 0
 
 
-def width(tokens: int, probes: int) -> int:
+def step_size(tokens: int, probes: int) -> int:
     """The size of a step by which its time is known: nodes with tokens and probes, per row."""
     return bucket(tokens) + bucket(probes)
 
@@ -292,13 +292,13 @@ def plans(most: int, group: int) -> list[tuple[int, int]]:
         group: probes under a node that has them.
     """
     found = []
-    for size in (*(size for size in SIZES[:-1] if size < most), min(most, SIZES[-1])):
+    for size in (*(size for size in TREE_SIZES[:-1] if size < most), min(most, TREE_SIZES[-1])):
         counts = {0}
         if group and not size:
             counts = {0, 1}
         elif group:  # under some of the nodes, or all; of those that are padded alike, the most
             some = [*(n for n in (1, 2, 4, 8, 16, 32) if n <= size), size + 1]
-            alike = {bucket(n * group): n for n in some if width(1 + size, n * group) <= WIDEST}
+            alike = {bucket(n * group): n for n in some if step_size(1 + size, n * group) <= WIDEST}
             counts = set(alike.values()) or counts
         found += [(size, n) for n in sorted(counts)]
     return found
@@ -327,7 +327,7 @@ def step_shapes(group: int, lookup: bool) -> list[tuple[int, int]]:
         lookup: whether lookups may be drafted alone, without probes.
     """
     found = []
-    for size in SIZES:
+    for size in TREE_SIZES:
         counts = {n for drafted, n in plans(size, group) if drafted == size}
         found += [(1 + size, n) for n in sorted(counts | {0} if lookup else counts)]
     return found
@@ -431,7 +431,7 @@ class StepPolicy:
     # -- before a step -----------------------------------------------------------------------
 
     @locked
-    def drafts(self, lookup: bool = False) -> bool:
+    def wants_draft(self, lookup: bool = False) -> bool:
         """Whether the step that begins now drafts: lookups alone (``lookup``: if there are any)
         while the strategy is :attr:`paused`."""
         self._before = self.stats.draft_seconds, self.stats.num_draft_forwards
@@ -451,8 +451,8 @@ class StepPolicy:
         """Tokens that one more drafting forward must bring to pay: what its time, and that of
         another draft token in the step, would otherwise yield. None while unknown, or if nothing
         may depend on time."""
-        times, rate = self.setting.times, self.setting.rate.value
-        seconds = times.drafted_seconds
+        times, rate = self.setting.times, self.setting.tokens_per_second.value
+        seconds = times.draft_forward_seconds
         if not self.enabled or rate is None or seconds is None or len(times.means) < 2:
             return None
         return rate * (seconds + times.slope)
@@ -503,7 +503,7 @@ class StepPolicy:
         live, most = float(sums[0]), int(np.flatnonzero(sums > 0).max(initial=0))
         expected: list[float] = sums.cumsum().tolist()
         choices = plans(most, group)
-        costs = self._costs([width(1 + size, n * group) for size, n in choices], live)
+        costs = self._costs([step_size(1 + size, n * group) for size, n in choices], live)
         if costs is None:
             size = min(self._to_time(most), most)
             probed = next(n for drafted, n in reversed(choices) if drafted <= size)
@@ -549,12 +549,12 @@ class StepPolicy:
         if setting.sizes_to_time or seconds is None:
             return None
         plain = setting.times.plain_seconds()
-        return seconds * (setting.rate.value or live / max(plain or 0.0, TICK))
+        return seconds * (setting.tokens_per_second.value or live / max(plain or 0.0, TICK))
 
     def _to_time(self, most: int) -> int:
         """Draft tokens of each row in a step that is to be timed, of which there are ``most``."""
         waiting = self.setting.sizes_to_time
-        return waiting.popleft() if waiting and most else SIZES[2]
+        return waiting.popleft() if waiting and most else TREE_SIZES[2]
 
     # -- after a step ------------------------------------------------------------------------
 
@@ -583,7 +583,7 @@ class StepPolicy:
             expected += drafting if usual is None else min(drafting, CLIP * usual)
         typical = self._drafts and not self.paused
         times.observe(size, seconds - drafting, drafting if typical else None, forwards)
-        setting.rate.add(tokens, seconds)
+        setting.tokens_per_second.add(tokens, seconds)
         self._steps[(drafted, size)] += 1
         if size == 1:
             setting.retries["plain"].steps = 0
@@ -604,7 +604,7 @@ class StepPolicy:
         """Draft tokens per row of a forward, and the size by which its time is known."""
         rows, nodes = tree.batch_size, tree.num_tokens
         if not self._competed:
-            return nodes - 1, width(nodes, tree.num_probes)
+            return nodes - 1, step_size(nodes, tree.num_probes)
         total = rows + sum(tree.row_sizes) if tree.is_ragged else rows * nodes
         size = _average(total, rows)
         return size - 1, size
@@ -619,7 +619,7 @@ class StepPolicy:
                 "batch_size": self._key[0],
                 "plain_seconds": times.plain_seconds(),
                 "drafting_seconds": times.drafting_seconds,
-                "drafted_seconds": times.drafted_seconds,
+                "draft_forward_seconds": times.draft_forward_seconds,
                 "seconds": {str(rows): spent for rows, spent in times.means.items()},
                 "prediction_value": self.learned.prediction_value,
                 "steps": [

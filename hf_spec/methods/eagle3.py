@@ -91,9 +91,9 @@ class Eagle3Adapter(Decoder):
         super().__init__(config, model, own_head=True)
         hidden, count = self.fc.out_features, len(config.layers or ())
         if config.norm_before_fc:
-            self.input_norm = self.rms_norm(count * self.width)
+            self.input_norm = self.rms_norm(count * self.target_hidden)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(self.rms_norm(self.width) for _ in range(count))
+            self.fc_norm = nn.ModuleList(self.rms_norm(self.target_hidden) for _ in range(count))
         first: Any = self.layers[0]
         for name in ("q_proj", "k_proj", "v_proj"):
             made = getattr(first.self_attn, name)
@@ -102,7 +102,7 @@ class Eagle3Adapter(Decoder):
                 setattr(first.self_attn, name, of_both)
         first.hidden_norm = self.rms_norm(hidden)
         if config.mask_token_id is not None:
-            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, count * self.width))
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, count * self.target_hidden))
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(self.known, hidden)
         if not config.inference_mode:  # otherwise the weights are loaded later

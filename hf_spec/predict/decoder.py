@@ -423,9 +423,9 @@ class Decoder(Adapter):
         super().__init__(config, model)
         layers = config.layer_config()
         hidden = layers.hidden_size
-        self.width = facts_of(model).get("hidden_size", hidden)
+        self.target_hidden = facts_of(model).get("hidden_size", hidden)
         self.known = config.known_tokens(model)
-        self.fc = nn.Linear(len(config.layers or ()) * self.width, hidden, bias=False)
+        self.fc = nn.Linear(len(config.layers or ()) * self.target_hidden, hidden, bias=False)
         self.layers = nn.ModuleList(self.layer(layers, i) for i in range(config.num_layers))
         self.norm = self.rms_norm(hidden)
         if own_head:

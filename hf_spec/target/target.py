@@ -205,8 +205,8 @@ class Output(NamedTuple):
             last; None if none are read.
         result: the step's result if its :class:`VerifyProgram` was compiled, too; the accepted
             nodes are then in the first slots after each row's tokens, and there are no logits.
-        drafted: what the step's :class:`DraftProgram` has found, if the same code ran it; there are
-            then no hidden states either.
+        program_outputs: what the step's :class:`DraftProgram` has found, if the same code ran it;
+            there are then no hidden states either.
         ragged: the nodes, where padding is left out of the logits.
     """
 
@@ -214,14 +214,14 @@ class Output(NamedTuple):
     logits: Tensor
     hidden: Tensor | None = None
     result: StepResult | None = None
-    drafted: Sequence[Tensor] = ()
+    program_outputs: Sequence[Tensor] = ()
     ragged: Ragged | None = None
 
     def read(self, reads: Reads, result: StepResult) -> Read:
         """What a drafter reads of the forward, given its result."""
         predicted = None
         if reads.predicted:
-            predicted = Predicted.of(self.tree.drafted, self.logits, self.ragged).packed()
+            predicted = Predicted.of(self.tree.without_probes, self.logits, self.ragged).packed()
         return Read(self._states(reads, result), predicted)
 
     def _states(self, reads: Reads, result: StepResult) -> Tensor | None:
@@ -243,13 +243,13 @@ class ForwardContext:
     tokens: int = 0  # nodes with tokens, which come first
     probes: int = 0  # which follow
     learned: Tensor | None = None  # (batch, probes, hidden) embeddings of these; None without any
-    taken: bool = False  # whether the model has asked for these
+    asked: bool = False  # whether the model has asked for these
     logits_at: Tensor | None = None  # (batch, n) nodes to compute logits for; None for all tokens
     choose: Choose | None = None  # chooses which nodes to keep; None to keep all
 
     def take(self) -> Tensor | None:
         """The embeddings of probes."""
-        self.taken = True
+        self.asked = True
         return self.learned
 
     def wanted(self, hidden: Tensor) -> Tensor:
@@ -396,7 +396,7 @@ class Target(FollowsRows):
         watching, seen = self._watched(tokens, tree.num_probes, logits_at)
         logits = watching.run(self.model, **inputs).logits
         context = self._context
-        if context.learned is not None and not context.taken:
+        if context.learned is not None and not context.asked:
             raise ValueError(
                 f"{type(self.model).__name__} does not call its input embeddings, where those of "
                 "probes would stand: choose a strategy without probes."
@@ -492,7 +492,7 @@ class Target(FollowsRows):
             assert self.probe_embeddings is not None
             learned = self.probe_embeddings[block.kinds.to(self.device)]
             ids = pad(ids, (0, block.tree.num_probes))
-        self._context.learned, self._context.taken = learned, False
+        self._context.learned, self._context.asked = learned, False
         return inputs | {"input_ids": ids}
 
     def _mask(self, block: Block, keys: int, positions: Tensor) -> Any:
@@ -557,7 +557,7 @@ class Target(FollowsRows):
 
         def choose(hidden: Tensor) -> Tensor | None:
             nonlocal smaller
-            likely = pruning.likely(hidden[:, : tree.num_tokens], tree.drafted)
+            likely = pruning.likely(hidden[:, : tree.num_tokens], tree.without_probes)
             found = keep_likely(tree, *likely)
             if found is None:
                 return None

@@ -17,7 +17,7 @@ SHAPE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0,
 
 def path_log_p(tree: Tree, seed: int = 0) -> Tensor:
     """Log-probabilities of paths, each below that of the node before."""
-    tree, generator = tree.drafted, torch.Generator().manual_seed(seed)
+    tree, generator = tree.without_probes, torch.Generator().manual_seed(seed)
     own = -torch.rand(tree.parents.shape, generator=generator) - 0.1
     own[:, 0] = 0.0
     return (tree.ancestors * own[:, None, :]).sum(-1)
@@ -55,7 +55,7 @@ def check(
     assert left.num_tokens == max(map(len, expected)), "no row is padded for another"
     assert left.slots is not None and torch.equal(left.slots, rows[:, : left.num_tokens])
     for row, (shape, nodes) in enumerate(zip(shapes, expected)):
-        count, own = len(nodes), left.drafted
+        count, own = len(nodes), left.without_probes
         assert left.slots[row, :count].tolist() == nodes and left.row_sizes[row] == count - 1
         assert own.valid[row].tolist() == [n < count for n in range(left.num_tokens)]
         parents = [-1, *(nodes.index(shape.parents[n]) for n in nodes[1:])]

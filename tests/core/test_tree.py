@@ -141,7 +141,7 @@ def test_trees_with_probes(seed: int, group: str, shared: bool) -> None:
         for node, most in enumerate(count):
             at = tree.probes_of(torch.full((3,), node))[row, :most] - nodes
             assert [made[n] for n in at.tolist()] == [(node, kind) for kind in range(most)]
-    drafted = tree.drafted
+    drafted = tree.without_probes
     assert torch.equal(drafted.ancestors, bare.ancestors)
     for name in ("tokens", "parents", "depths", "valid"):
         assert torch.equal(getattr(drafted, name), getattr(bare, name))
@@ -150,7 +150,7 @@ def test_trees_with_probes(seed: int, group: str, shared: bool) -> None:
 
 def leading_to(rng: random.Random, tree: Tree) -> tuple[Tensor, list[list[int]]]:
     """The target's tokens after each node, so that all of a random path is accepted in each row."""
-    targets, paths = torch.full(tree.drafted.tokens.shape, 10**6), []
+    targets, paths = torch.full(tree.without_probes.tokens.shape, 10**6), []
     for row, size in enumerate(tree.row_sizes):
         path = path_to(tree.parents[row].tolist(), rng.randint(0, size))
         targets[row, path[:-1]] = tree.tokens[row, path[1:]]
@@ -216,7 +216,7 @@ def test_padding_changes_neither_the_mask_nor_the_match(seed: int, group: str | 
         tree = tree.attach_probes(GROUPS[group], counts)
     targets, paths = leading_to(rng, tree)
     if seed % 3 == 1:  # the device has chosen the tokens
-        tree = tree.with_tokens(tree.drafted.tokens.clone())
+        tree = tree.with_tokens(tree.without_probes.tokens.clone())
     elif seed % 3 == 2 and group is None:  # and the shape
         tree = Tree.of_tensors(tree.tensors)
     nodes, more = tree.num_tokens, rng.randint(0, 3)

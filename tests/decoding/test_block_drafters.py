@@ -122,7 +122,7 @@ def test_a_block_stands_behind_all_committed_tokens(
     model, steps = fresh("llama_tied"), [0]
     name = adapt(model, kind)
     monkeypatch.setattr(
-        StepPolicy, "drafts", lambda *_: bool(steps.append(1)) or len(steps) % 3 == 0
+        StepPolicy, "wants_draft", lambda *_: bool(steps.append(1)) or len(steps) % 3 == 0
     )
     seen = check_blocks(model, name, staggered(5), monkeypatch)
     assert len(seen) > 10 and len({batch for batch, _ in seen}) > 1

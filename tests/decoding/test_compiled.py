@@ -313,7 +313,7 @@ def test_a_warm_up(
     shallow: Any, monkeypatch: pytest.MonkeyPatch, name: str, sampled: bool, sizes: tuple[int, ...]
 ) -> None:
     """Behind it nothing is compiled, whatever the policy chooses."""
-    monkeypatch.setattr(policy, "SIZES", policy.SIZES[:4])
+    monkeypatch.setattr(policy, "TREE_SIZES", policy.TREE_SIZES[:4])
     model = adapt(shallow(), name)
     config = CAPTURED["compile_config"]
     options = {"assistant_strategy": name, "compile_config": config, "do_sample": sampled}

@@ -15,7 +15,7 @@ from transformers import LogitsProcessor
 import hf_spec
 from hf_spec.core.shapes import Row
 from hf_spec.draft import forced
-from hf_spec.draft.forced import DEEPEST, LEAST, LONGEST, MOST, completed
+from hf_spec.draft.forced import DEEPEST, LEAST, LONGEST, MOST_FORCED, completed
 
 #: Tokens of a record after its free one.
 FORCED = 3
@@ -238,7 +238,7 @@ def test_the_likeliest_tokenizations_are_drafted(texts: list[str], depth: int, s
             if walker.accept(path[-1]) and max(chances):
                 expected[path] = max(chances)
     del expected[()]
-    found, most = paths_of(row), len(own) + MOST
+    found, most = paths_of(row), len(own) + MOST_FORCED
     best = sorted(expected.values(), reverse=True)[:most]
     assert sorted(found.values(), reverse=True) == pytest.approx(best)
     assert found == pytest.approx({path: expected[path] for path in found})

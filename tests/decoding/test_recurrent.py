@@ -165,7 +165,7 @@ def test_plain_steps_are_those_of_plain_generation(
     """Bit for bit: layers run their own code. Of hybrid models in the first layer, as attention
     with a mask is another function."""
     model = shared_recurrent(kind)
-    monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookups: False)
+    monkeypatch.setattr(StepPolicy, "wants_draft", lambda self, lookups: False)
     for given in (one_row(), {"input_ids": prompt(12, 3)}):
         past = model.generate(**given, **RETURNED)[CACHE]
         cache = model.generate(**given, **RETURNED, **LOOKUP)[CACHE]

@@ -98,7 +98,7 @@ def test_drafts_in_a_shrinking_batch(
 def test_drafts_after_steps_that_did_not_draft(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     draft_everything(monkeypatch)
     turns = iter([True, False, False] * 100)
-    monkeypatch.setattr(StepPolicy, "drafts", lambda self, lookup=False: next(turns))
+    monkeypatch.setattr(StepPolicy, "wants_draft", lambda self, lookup=False: next(turns))
     spec = {"assistant_strategy": "eagle3", "assistant_kwargs": {"lookup": False}}
     with compared(monkeypatch) as steps:
         check_same(model, spec, **ragged(), **GREEDY)
@@ -126,7 +126,7 @@ def test_trees_grow_only_for_steps_that_draft(
 
         return called
 
-    monkeypatch.setattr(StepPolicy, "drafts", drafts)
+    monkeypatch.setattr(StepPolicy, "wants_draft", drafts)
     monkeypatch.setattr(NetworkPredictor, "advance", noted("taken in", advance))
     monkeypatch.setattr(NetworkPredictor, "received", noted("taken in", received))
     monkeypatch.setattr(NetworkPredictor, "levels", noted("grown", levels))

@@ -63,7 +63,9 @@ def test_sequences_that_join_keep_what_they_have_learned() -> None:
 
 def rows_of(tree: Tree) -> list[tuple[list[int], list[int]]]:
     """Parents and tokens of each row, without padding."""
-    columns = zip(tree.drafted.parents.tolist(), tree.drafted.tokens.tolist(), tree.row_sizes)
+    columns = zip(
+        tree.without_probes.parents.tolist(), tree.without_probes.tokens.tolist(), tree.row_sizes
+    )
     return [(parents[: n + 1], tokens[: n + 1]) for parents, tokens, n in columns]
 
 
@@ -98,7 +100,7 @@ def test_lookups_are_appended_to_trees_that_are_forwarded_whole(
     assert not found.ranked
     if q is not None:
         assert found.q is not None and torch.equal(found.q[:, :3], q)
-        certain = torch.nn.functional.one_hot(found.drafted.tokens[:, 3:], 12)
+        certain = torch.nn.functional.one_hot(found.without_probes.tokens[:, 3:], 12)
         assert torch.equal(found.q[0, 3:], certain[0].to(q))
     else:
         assert found.q is None

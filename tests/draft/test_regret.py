@@ -72,7 +72,7 @@ def speedup(
             left = [new] * batch
             while all(left):
                 start, tree = clock.now, Tree.roots(trees.tokens[:, 0])
-                if policy.drafts():
+                if policy.wants_draft():
                     turn((cost - 1) / 2)
                     stats.draft_seconds += clock.now - start
                     tree = policy.choose(trees, [True] * batch, left)[0]

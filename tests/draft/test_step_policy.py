@@ -30,11 +30,11 @@ from hf_spec.core.stats import SpecStats
 from hf_spec.core.tree import Tree
 from hf_spec.draft.learned import WARM_UP, Array, Average, Calibration, Learned, StepTimes
 from hf_spec.draft.policy import (
-    SIZES,
+    TREE_SIZES,
     StepPolicy,
     plans,
     step_shapes,
-    width,
+    step_size,
 )
 from hf_spec.methods.ppd.dynamic_tree import likeliest_paths
 from hf_spec.methods.registry import get_method, methods
@@ -64,24 +64,24 @@ def test_the_price_of_a_drafting_forward() -> None:
         tree = Tree.of_rows([Row([*range(-1, forwards)], [0] * nodes, [1.0] * nodes)], "cpu")
         policy.setting.sizes_to_time.clear()
         policy.setting.sizes_to_time.append(forwards)
-        policy.drafts()
+        policy.wants_draft()
         stats.draft_seconds += 0.25 * forwards
         stats.num_draft_forwards += forwards
         tree = policy_tree(policy, tree, Probing(), [True], [forwards])
         seconds = 0.25 * forwards + 0.9 + 0.1 * tree.num_nodes
         policy.observe(tree, [tree.num_nodes], seconds)
-    times, rate = policy.setting.times, policy.setting.rate.value
-    assert times.drafted_seconds == pytest.approx(0.25) and rate is not None
+    times, rate = policy.setting.times, policy.setting.tokens_per_second.value
+    assert times.draft_forward_seconds == pytest.approx(0.25) and rate is not None
     assert policy.draft_cost() == pytest.approx(rate * (0.25 + 0.1), rel=1e-3)
-    assert policy.details()["policy"]["drafted_seconds"] == times.drafted_seconds
+    assert policy.details()["policy"]["draft_forward_seconds"] == times.draft_forward_seconds
     # Of steps that look up alone, and of plain ones, nothing is learned.
-    policy.drafts()
+    policy.wants_draft()
     stats.draft_seconds += 1.0
     policy.observe(PLAIN, [1], 2.0)
-    assert times.drafted_seconds == pytest.approx(0.25, rel=0.5)
+    assert times.draft_forward_seconds == pytest.approx(0.25, rel=0.5)
     assert StepPolicy(stats, known, HERE, enabled=False).draft_cost() is None
     # Another setting starts from there.
-    assert known.setting((2, 8, "cpu")).times.drafted_seconds == pytest.approx(0.25, rel=0.5)
+    assert known.setting((2, 8, "cpu")).times.draft_forward_seconds == pytest.approx(0.25, rel=0.5)
 
 
 def found(table: Array, count: int = 40) -> Row:
@@ -129,7 +129,7 @@ def knowing(seconds: Seconds, rate: float | None = None, **fields: Any) -> Learn
     setting.times = StepTimes.guessed({rows: seconds(rows) for rows in (1, 5, 20)})
     setting.sizes_to_time.clear()
     if rate is not None:
-        setting.rate = Average(rate, 1.0)
+        setting.tokens_per_second = Average(rate, 1.0)
     return one
 
 
@@ -152,7 +152,7 @@ def worths(
             sorted(ends_of(row.parents[: n + 1], row.probs[: n + 1]), reverse=True) for row in rows
         ]
         held = sum(sum(row[:probed]) for row in ended)
-        values[n, probed] = tokens + worth * held - rate * seconds(width(1 + n, probed * group))
+        values[n, probed] = tokens + worth * held - rate * seconds(step_size(1 + n, probed * group))
     return values
 
 
@@ -186,7 +186,7 @@ def test_the_step_of_the_largest_worth_is_taken(group: int, batch: int) -> None:
             ended = ends_of(row.parents[: chosen + 1], row.probs[: chosen + 1])
             likeliest = sorted(range(len(ended)), key=lambda node: -ended[node])
             assert nodes == sorted(likeliest[: len(nodes)])  # where the step may well end
-        assert torch.equal(tree.drafted.tokens, whole.tokens[:, : chosen + 1])
+        assert torch.equal(tree.without_probes.tokens, whole.tokens[:, : chosen + 1])
         assert tree.host is not None and whole.host is not None
         for part, of in zip(tree.host, whole.host):
             assert (part == of[:, : chosen + 1]).all()
@@ -231,16 +231,16 @@ def simulate(
             trusted = (table * np.exp(trust)[:, None]).clip(max=1)
             rows = [found(trusted / np.maximum(trusted.sum(1, keepdims=True), 1))] * batch
             offered = Tree.of_rows(rows, "cpu")
-        if drafts := policy.drafts():
+        if drafts := policy.wants_draft():
             whole = offered if known else nothing
             tree = policy_tree(policy, whole, drafter, [True] * batch, [9] * batch)
-        size = width(tree.num_tokens, tree.num_probes)
+        size = step_size(tree.num_tokens, tree.num_probes)
         recorded = records is not None and taken[size] >= records
         taken[size] += 1
         share = 0.1 if recorded else 1.0
         stats.draft_seconds += share * drafting * drafts
         spent = share * (seconds(tree.num_nodes) + drafting * drafts)
-        counts, ended, parents = [], 0, tree.drafted.parents.tolist()
+        counts, ended, parents = [], 0, tree.without_probes.parents.tolist()
         for row in range(batch):
             came = [int((rng.random() >= distance).sum()) for distance in real]
             child = {(above, token): n for n, (above, token) in
@@ -490,7 +490,9 @@ def test_drafting_resumes(
     def wrong_at_first(self: Any, state: Any) -> Any:
         tree = propose(self, state)
         if len(widths) < 15:
-            wrong = torch.full_like(tree.drafted.tokens, PAD)  # which these models do not emit
+            wrong = torch.full_like(
+                tree.without_probes.tokens, PAD
+            )  # which these models do not emit
             tree = tree.with_tokens(torch.cat([tree.tokens[:, :1], wrong[:, 1:]], dim=1))
         return tree
 
@@ -526,7 +528,7 @@ def test_look_ups_go_on_while_the_rest_pauses(looks_up: bool, comes: bool) -> No
     alone, drafted = Row([-1, 0, 1, 2], [0, 1, 2, 3], likely), []
     for _ in range(600):
         tree, emitted, paused = Tree.of_rows([Row.root()], "cpu"), 1, policy.paused
-        if policy.drafts(looks_up):
+        if policy.wants_draft(looks_up):
             rows = [alone if paused else found(CHANCES)]
             tree = policy_tree(policy, Tree.of_rows(rows, "cpu"), drafter, [True], [9])  # type: ignore
             if paused:
@@ -545,16 +547,16 @@ def test_whether_a_call_pauses_does_not_change_within_its_step() -> None:
     policy = StepPolicy(SpecStats(), Learned(), HERE)
     for _ in range(2):  # the first step is a warm-up
         policy.observe(PLAIN, [1], 1.0)
-    assert policy.drafts() and not policy.paused
+    assert policy.wants_draft() and not policy.paused
     budget = policy.learned.budget
     budget.charge(1.0, 50.0, 1)
     assert budget.paused and not policy.paused
     policy.observe(PLAIN, [1], 1.0)
     assert policy.paused
     budget.lost, budget.paused = 0.0, False
-    assert policy.paused and not policy.drafts()
+    assert policy.paused and not policy.wants_draft()
     policy.observe(PLAIN, [1], 1.0)
-    assert policy.drafts() and not policy.paused
+    assert policy.wants_draft() and not policy.paused
 
 
 # -- sizes -------------------------------------------------------------------------------------
@@ -572,14 +574,14 @@ def test_plans_fill_padded_shapes(group: int) -> None:
     seen = set()
     for _ in range(400):
         tree, most = Tree.of_rows([Row.root()], "cpu"), 1
-        if policy.drafts():
+        if policy.wants_draft():
             if rng.random() < 0.8:
                 row = found(random_table(rng), int(rng.integers(1, 70)))
                 tree, most = Tree.of_rows([row], "cpu"), len(row.tokens)
             tree = policy_tree(policy, tree, drafter, [True], [99])
         seen.add((bucket(tree.num_tokens), bucket(tree.num_probes)))
-        assert tree.num_tokens - 1 in SIZES or tree.num_tokens == most
-        spent = 1 + 0.02 * rng.uniform(0.1, 2) * width(tree.num_tokens, tree.num_probes)
+        assert tree.num_tokens - 1 in TREE_SIZES or tree.num_tokens == most
+        spent = 1 + 0.02 * rng.uniform(0.1, 2) * step_size(tree.num_tokens, tree.num_probes)
         policy.observe(tree, [1 + int(rng.integers(tree.num_tokens))], spent)
     assert seen <= shapes and len(seen) > 2
 
@@ -598,7 +600,7 @@ def test_steps_that_are_recorded_after_a_while(records: int) -> None:
     usual = Counter(always[200:]).most_common(1)[0][0]
     assert Counter(sizes[200:])[usual] > 0.9 * len(sizes[200:])
     assert sizes.count(0) <= always.count(0) + 3
-    size, kinds = width(1 + usual, 0), {key[2]: one for key, one in learned.settings.items()}
+    size, kinds = step_size(1 + usual, 0), {key[2]: one for key, one in learned.settings.items()}
     assert {*kinds} == {"cpu", "cpu, recorded"} and policy.setting is kinds["cpu, recorded"]
     assert policy.setting.times.mean(size) == pytest.approx(0.1 * seconds(1 + usual), rel=0.5)
     if records:
@@ -623,7 +625,7 @@ def test_steps_that_are_recorded_from_the_first_on() -> None:
     policy = StepPolicy(SpecStats(), learned, HERE, recorded=True)
     assert {*learned.settings} == {(*HERE[:2], "cpu, recorded")}
     for _ in range(4):
-        policy.drafts()
+        policy.wants_draft()
         policy.observe(PLAIN, [1], 1.0, recorded=True)
     assert policy.setting.times.mean(1) == pytest.approx(1.0)
     assert HERE not in learned.settings

@@ -86,7 +86,10 @@ def test_straightforward_decoding(fresh: Tiny) -> None:
         out = check_same(
             model, drafting("bita", tree="straightforward"), prompt(), max_new_tokens=40
         )
-    steps = [(tokens, tree.drafted.tokens[0, 1:].tolist(), tree.num_nodes) for tokens, tree in seen]
+    steps = [
+        (tokens, tree.without_probes.tokens[0, 1:].tolist(), tree.num_nodes)
+        for tokens, tree in seen
+    ]
     known: list[int] = []  # the first step has none
     for (tokens, candidates, rows), (after, *_) in zip(steps, [*steps[1:], (out[0].tolist(),)]):
         room = out.shape[1] - len(tokens) - 1  # of the budget

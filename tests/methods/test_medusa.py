@@ -111,7 +111,7 @@ def test_the_drafter_sees_the_last_accepted_nodes_hidden_state(
     model = fresh(architecture)
     added(model, hf_spec.MedusaConfig(), std=0.3, seed=5)
     turns = iter([True, False, True] * 100)
-    monkeypatch.setattr(StepPolicy, "drafts", lambda *_: next(turns))
+    monkeypatch.setattr(StepPolicy, "wants_draft", lambda *_: next(turns))
     seen: list[tuple[list[list[int]], list[bool], torch.Tensor]] = []
     drafter = methods()["medusa"].drafter
     propose = drafter.propose

@@ -174,7 +174,7 @@ def test_drafts_are_the_oracle_s(fresh: Tiny, fields: dict) -> None:
         check_same(model, drafting("ppd", tree="chain"), prompt())
     checked = 0
     for known, tree in drafted:
-        tokens = tree.drafted.tokens[0, 1:].tolist()
+        tokens = tree.without_probes.tokens[0, 1:].tolist()
         # The prompt tokens hung under the last token of the step before.
         expected = naive(model, torch.tensor(known[:-1])).argmax(-1).tolist()
         assert tokens == expected[: len(tokens)]

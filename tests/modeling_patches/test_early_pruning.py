@@ -52,7 +52,7 @@ def setting(seed: int, rows: int) -> tuple[Tree, Tensor]:
 
 def kept(output: Output) -> list[list[int]]:
     """The nodes of the whole trees that are left in each row; all rows have equally many."""
-    slots, valid = output.tree.slots, output.tree.drafted.valid
+    slots, valid = output.tree.slots, output.tree.without_probes.valid
     assert slots is not None and valid.all()
     return slots.tolist()
 

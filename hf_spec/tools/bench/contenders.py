@@ -438,7 +438,7 @@ class SyntheticAcceptance(Acceptance):
 
         def accept(tree: Tree, logits: Tensor, inputs: Sequence[Tensor]) -> StepResult:
             *given, hits = inputs
-            return accept_at(tree, self.targets(tree.drafted, logits, given), hits)
+            return accept_at(tree, self.targets(tree.without_probes, logits, given), hits)
 
         key = "synthetic", self.scorer.key, None if noise is None else tuple(noise.temperatures)
         later = None if noise is None else self.ahead
@@ -462,7 +462,7 @@ def accept_at(tree: Tree, targets: Tensor, hits: Tensor) -> StepResult:
         targets: ``(batch, tokens)`` the target's token after each node that has one.
         hits: ``(batch, depths)`` bool
     """
-    drafted = tree.drafted
+    drafted = tree.without_probes
     nodes, parents = drafted.num_nodes, drafted.parents.clamp(min=0)
     earlier = torch.ones(nodes, nodes, dtype=torch.bool, device=parents.device).tril(-1)
     earlier[:, 0] = False
