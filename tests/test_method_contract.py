@@ -357,6 +357,8 @@ def test_seeded_sampling_equals_plain(
 #: Sampling is restricted to these tokens, and the prompt consists of them: drafts always hit.
 ALLOWED = (5, 17, 23, 42)
 SAMPLES = 1000
+#: Whose draft tokens, the likeliest of this model, are all among those that the test suppresses.
+SUPPRESSED = {("token_recycling", "chain")}
 #: A right program fails one of these tests with at most this probability; the seed is fixed, so it
 #: can happen after a change of the program only.
 FALSE_ALARM = 1e-6
@@ -413,7 +415,10 @@ def test_sampling_follows_the_plain_distribution(
     assert (place >= 0).all()
     counts = torch.bincount((place * torch.tensor([16, 4, 1])).sum(1), minlength=64).double()
     stats = hf_spec.last_stats(model)
-    assert (stats.num_generated_tokens > stats.num_row_steps) == methods()[name].drafter.drafts
+    drafts = methods()[name].drafter.drafts
+    accepts = drafts and (name, variant) not in SUPPRESSED
+    assert bool(stats.num_drafted_tokens) == drafts
+    assert (stats.num_generated_tokens > stats.num_row_steps) == accepts
     assert chi_square(counts, expected) > FALSE_ALARM
     assert bool(rules) == (variant in RUNS[name].sampled)  # the rule that is meant
 
