@@ -24,20 +24,21 @@ from hf_spec.target import captures
 LISTED = transformers.__version__.startswith("5.24.") and torch.__version__.startswith("2.13.")
 #: What runs on the device alone, with shapes and numbers that the host knows.
 KNOWN = """
-    _safe_softmax _scaled_dot_product_flash_attention_for_cpu _softmax _to_copy _unsafe_view
-    add.Tensor add_.Scalar addcmul addmm alias any.dim arange baddbmm bitwise_and.Tensor
-    bitwise_and_.Tensor bitwise_not bmm cat clamp clone constant_pad_nd convolution copy_ cos
-    cumsum detach div.Tensor div.Tensor_mode div_.Tensor embedding empty.memory_format
-    empty_like eq.Scalar eq.Tensor exp exp2 expand eye fill_.Tensor flip floor_divide fmax
-    full_like gather ge.Scalar ge.Tensor gelu gt.Scalar histc index.Tensor index_copy_
-    index_put_ index_select isnan le.Scalar le.Tensor lift_fresh log log1p logaddexp logsumexp
-    lt.Scalar lt.Tensor masked_fill.Scalar masked_fill_.Scalar max.dim mean.dim minimum mm
-    mul.Scalar mul.Tensor nan_to_num native_layer_norm neg new_empty new_full new_zeros ones
-    ones_like permute pow.Tensor_Scalar promote_types relu remainder.Scalar repeat rsqrt
-    rsub.Scalar scalar_tensor scatter.src scatter_.src scatter_.value select.int sigmoid silu
-    sin slice.Tensor softplus sort sort.stable split.Tensor split_with_sizes sqrt squeeze.dim
-    stack sub.Tensor sum sum.dim_IntList t tanh topk transpose.int tril unbind.int unsqueeze
-    view where.self zeros zeros_like
+    _log_softmax _safe_softmax _scaled_dot_product_flash_attention_for_cpu _softmax _to_copy
+    _unsafe_view add.Tensor add_.Scalar addcmul addmm alias amax any.dim arange arange.start
+    baddbmm bitwise_and.Tensor bitwise_and_.Tensor bitwise_not bitwise_or.Tensor bmm cat clamp
+    clone constant_pad_nd convolution copy_ cos cumsum detach div.Tensor div.Tensor_mode
+    div_.Tensor embedding empty.memory_format empty_like eq.Scalar eq.Tensor exp exp2 expand eye
+    fill_.Tensor flip floor_divide fmax full_like gather ge.Scalar ge.Tensor gelu gt.Scalar
+    gt.Tensor histc index.Tensor index_copy_ index_put_ index_select isnan le.Scalar le.Tensor
+    lift_fresh log log1p logaddexp logsumexp lt.Scalar lt.Tensor masked_fill.Scalar
+    masked_fill_.Scalar max.dim mean.dim minimum mm mul.Scalar mul.Tensor nan_to_num
+    native_layer_norm neg new_empty new_full new_zeros ones ones_like permute pow.Tensor_Scalar
+    promote_types relu remainder.Scalar repeat rsqrt rsub.Scalar scalar_tensor scatter.src
+    scatter.value scatter_.src scatter_.value scatter_add select.int sigmoid silu sin
+    slice.Tensor softplus sort sort.stable split.Tensor split_with_sizes sqrt squeeze.dim stack
+    sub.Tensor sum sum.dim_IntList t tanh topk transpose.int tril unbind.int unsqueeze view
+    where.self zeros zeros_like
 """
 
 #: Of these the host reads sizes on most GPUs, where they are refused

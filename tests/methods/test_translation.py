@@ -396,7 +396,8 @@ def test_output_is_the_models_where_few_tokens_stand_for_each_other(
     own = apart(kind)
     spec = drafts(sized(fresh("llama"), own), own, **options)
     check_given(tiny("llama_tied"), spec, **GIVEN[given], **settings)
-    assert hf_spec.last_stats(tiny("llama_tied")).num_drafted_tokens > 0
+    some = (kind, options) != ("bytes", {"tree": "chain"})  # whose likeliest byte is no token here
+    assert bool(hf_spec.last_stats(tiny("llama_tied")).num_drafted_tokens) == some
 
 
 @pytest.mark.parametrize("kind", APART)
