@@ -89,7 +89,7 @@ class Mode(NamedTuple):
         return getattr(config, self.attributes[0], None)
 
     def option_of_call(self, model: Any, args: Any, kwargs: Any) -> Any:
-        """The same in a call of ``generate``."""
+        """The same in a call of ``generate``, or of a method of continuous batching."""
         if self.attributes[0] in kwargs:
             return kwargs[self.attributes[0]]
         configs = [one for one in (*args, *kwargs.values()) if isinstance(one, GenerationConfig)]
@@ -210,9 +210,7 @@ def _of_batches(
     mode: Mode, own: Callable[..., Any], original: Any, self: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """A method of continuous batching, or ``own`` if the mode's option is set."""
-    values = (*args, *kwargs.values(), self.generation_config)
-    config = next(value for value in values if isinstance(value, GenerationConfig))
-    if kwargs.get(mode.attributes[0], mode.option(config)) is not None:
+    if mode.option_of_call(self, args, kwargs) is not None:
         return own(self, *args, **kwargs)
     return original(self, *args, **kwargs)
 

@@ -71,7 +71,7 @@ def generate_batch(
     # Loaded by those who call it.
     from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-    given: Any = generation_config or model.generation_config
+    given = _config_of(model, generation_config)
     batching = continuous_batching_config or getattr(given, "continuous_batching_config", None)
     wanted = {
         "record_timestamps": record_timestamps, "progress_bar": progress_bar,
@@ -96,8 +96,7 @@ def generate_batch(
     )  # fmt: skip
     ended = time.perf_counter()
     answers, count = out[:, max(map(len, inputs)) :].tolist(), len(out) // len(inputs)
-    ends = eos_ids(model.generation_config if given.eos_token_id is None else given)
-    found = {}
+    ends, found = eos_ids(given), {}
     for row, answer in enumerate(answers):
         request, child = divmod(row, count)
         # Transformers' order: other answers to a prompt, then the one that has its name.
@@ -130,11 +129,10 @@ def init_continuous_batching(
         ValueError: an option does not work with a strategy.
     """
 
-    given: Any = copy.deepcopy(generation_config or model.generation_config)
+    given = _config_of(model, generation_config)
     batching = continuous_batching_config or getattr(given, "continuous_batching_config", None)
     _check("init_continuous_batching", (), {}, batching)
     options, given.continuous_batching_config = _options_of(given), None
-    given.update(**model.generation_config.to_dict(), defaults_only=True)
     check_strategy(model, given)
     most = options.get(ROWS_OPTION) or getattr(batching, MOST_REQUESTS, None) or ROWS
     return RequestManager(model, given, most)
@@ -177,6 +175,13 @@ def _changed(batching: Any) -> dict[str, Any]:
         return {}
     usual = vars(type(batching)())
     return {name: value for name, value in vars(batching).items() if value != usual[name]}
+
+
+def _config_of(model: Any, config: GenerationConfig | None) -> Any:
+    """A copy of a call's config; what it leaves open is as in the model's, as in ``generate``."""
+    given: Any = copy.deepcopy(config or model.generation_config)
+    given.update(**model.generation_config.to_dict(), defaults_only=True)
+    return given
 
 
 def _options_of(config: Any) -> Any:

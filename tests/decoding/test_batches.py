@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
 import hf_spec
+from hf_spec.decoding.batches import RequestManager
 from hf_spec.decoding.shared import SharedSteps
 
 LENGTHS = (12, 5, 9, 3, 7)
@@ -70,6 +71,24 @@ def test_the_model_s_own_strategy_and_the_call_s_options() -> None:
         found = model.generate_batch(INPUTS)
     assert [one.generated_tokens for one in found.values()] == wanted and max(seen) == 3
     assert model.generate_batch([], **LOOKUP) == {} and not model.training
+
+
+def test_the_model_s_own_strategy_beside_a_config_without_one() -> None:
+    """It counts as in ``generate``, with its options; the config's None turns nothing off."""
+    model, seen = shared("llama_tied"), []
+    given = GenerationConfig(**OPTIONS)
+    wanted = alone(model)
+    with pytest.MonkeyPatch.context() as patch:
+        options = {"max_rows": 3}
+        patch.setattr(model, "generation_config", hf_spec.SpecConfig("prompt_lookup", options))
+        take = SharedSteps.take
+        patch.setattr(
+            SharedSteps, "take", lambda self: (seen.append(self.state.batch_size), take(self))
+        )
+        found = model.generate_batch(INPUTS, given)
+        manager = model.init_continuous_batching(given)
+    assert [one.generated_tokens for one in found.values()] == wanted and max(seen) == 3
+    assert isinstance(manager, RequestManager)
 
 
 def test_several_answers_to_a_prompt_have_transformers_names() -> None:
