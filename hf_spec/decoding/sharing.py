@@ -23,6 +23,7 @@ from hf_spec.decoding.shared import Call, SharedSteps, kind_of
 from hf_spec.decoding.step import Steps
 from hf_spec.modeling_patches.forwards import rope_ends
 from hf_spec.modeling_patches.modules import unwrapped
+from hf_spec.modeling_patches.weights import placement
 from hf_spec.threads import end_team, locked, memory
 
 # -- Turns: prompts and steps run one after the other ----------------------------------------------
@@ -262,6 +263,7 @@ class StepSharing:
         max_prefix_tokens: int,
     ):  # fmt: skip
         self._model = ref(model)  # which keeps this
+        self._asked = object()  # that of a forked process is for the same call of share_steps
         self.max_rows, self.max_cached_tokens = max_rows, max_cached_tokens
         self.prompt_part, self.max_prefix_tokens = prompt_part, max_prefix_tokens
         self._by_weights: dict[Any, Any] = {}
@@ -284,7 +286,9 @@ class StepSharing:
         if found is not None and found._process != os.getpid():
             # The calls of the process that this one was forked from go on there.
             limits = found.max_rows, found.max_cached_tokens, found.prompt_part
+            asked = found._asked
             found = memory(model)[_KEY] = cls(model, *limits, found.max_prefix_tokens)
+            found._asked = asked
         return None if found is not None and found._is_within else found
 
     @property
@@ -310,8 +314,10 @@ class StepSharing:
 
     def stop(self) -> None:
         """Calls that begin from now on do not share their steps."""
-        if (model := self._model()) is not None:
-            memory(model).pop(_KEY, None)
+        model = self._model()
+        found = None if model is None else memory(model).get(_KEY)
+        if found is not None and found._asked is self._asked:
+            memory(model).pop(_KEY)
 
     def __enter__(self) -> StepSharing:
         return self
@@ -378,6 +384,8 @@ class StepSharing:
         model = self._model()
         if model is None or not self.max_prefix_tokens:
             return None
+        # What another stream of CUDA computes may not be there yet.
+        runs = runs, ThreadState.of_this(placement(model).device).stream
         self._prefixes = prefixes_of(self._by_weights, model, runs, self.max_prefix_tokens)
         return self._prefixes
 

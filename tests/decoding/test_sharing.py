@@ -580,6 +580,17 @@ def test_calls_share_once(sharing: StepSharing, model: Any) -> None:
         share_steps(model)
 
 
+def test_what_has_ended_ends_no_other(fresh: Tiny) -> None:
+    model = fresh()
+    with share_steps(model) as first:
+        first.stop()
+        second = share_steps(model)
+    first.stop()
+    assert StepSharing.of(model) is second
+    second.stop()
+    assert StepSharing.of(model) is None
+
+
 def test_statistics_of_each_call_are_told_in_its_thread(model: Any, sharing: StepSharing) -> None:
     """Of those that have failed, none."""
     told: list[tuple[int, int]] = []
