@@ -36,7 +36,8 @@ class HostResult(NamedTuple):
 
     Attributes:
         path: accepted nodes, the root first, as many as a stop left.
-        tokens: emitted tokens, as many as accepted nodes.
+        tokens: emitted tokens, as many as accepted nodes; the last one is -1 if it could not be
+            sampled.
         num_probes: probes of the last accepted node.
     """
 
@@ -105,9 +106,6 @@ class StepResult(NamedTuple):
 
         Returns:
             The result, and ``more`` as a NumPy array.
-
-        Raises:
-            RuntimeError: if a token could not be sampled, as from ``torch.multinomial``.
         """
         packed, numbers, first = self.packed(), None, 4 + self.path.shape[1]  # of the tokens
         if more is None:
@@ -118,8 +116,6 @@ class StepResult(NamedTuple):
             rows = both[:, : packed.shape[1]].astype(int).tolist()
         path = [row[4 : 4 + row[0]] for row in rows]
         tokens = [row[first : first + row[0]] for row in rows]
-        if any(row[-1] < 0 for row in tokens):
-            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         return HostResult(path, tokens, [row[1] for row in rows]), numbers
 
 
@@ -190,6 +186,9 @@ def match_along(
 
     For logits processors, which must see each node's true prefix, and for sampling.
 
+    Where there is no token after an accepted draft token, that one is left to the next step, which
+    asks for its own successor once more: a stopping criterion may end the text before.
+
     Args:
         tree: as in :func:`match`.
         choose: see its type.
@@ -200,9 +199,15 @@ def match_along(
     """
     tree, probes = tree.without_probes, tree.probe_counts
     unfinished, bonus = active, torch.zeros_like(tree.tokens[:, 0])
-    last, counts = bonus, torch.ones_like(bonus)
+    last = parent = bonus
+    counts = torch.ones_like(bonus)
     for depth in range(tree.max_depth + 1):
-        bonus = torch.where(active, choose(last, active, depth), bonus)
+        chosen = choose(last, active, depth)
+        if depth:
+            none = active & (chosen < 0)
+            last, counts = torch.where(none, parent, last), counts - none.long()
+            active = active & ~none
+        bonus, parent = torch.where(active, chosen, bonus), last
         if tree.num_nodes == 1:
             return _roots(bonus[:, None], probes)
         hit = (tree.parents == last[:, None]) & (tree.tokens == bonus[:, None]) & tree.valid

@@ -16,7 +16,7 @@ from hf_spec.core import verify
 from hf_spec.core.device import Ragged, bucket, is_async, to_device
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult, VerifyProgram
-from hf_spec.decoding.sequences import Sequences
+from hf_spec.decoding.sequences import Recorded, Sequences
 from hf_spec.draft.options import DraftOptions
 from hf_spec.target.noise import SamplingNoise
 from hf_spec.threads import RUNNING, cached_property
@@ -105,6 +105,7 @@ class Scorer:
         self.lockstep = bool(self.stateful) and len(sequences.lengths) > 1
         #: The last logits of all sequences of the call.
         self._logits: Tensor | None = None
+        self._error: Exception | None = None  # see :meth:`along`
 
     @cached_property
     def key(self) -> Hashable:
@@ -164,6 +165,23 @@ class Scorer:
                 processed = rowwise(self.sequences.ids, scores[index])
                 scores = scores.index_copy(0, index, processed)
         return scores.to(device)
+
+    def along(
+        self, logits: Tensor, suffix: Tensor, active: Sequence[bool]
+    ) -> tuple[Tensor, list[int]]:
+        """Scores at the end of accepted paths, and the rows for which a processor has raised an
+        error there. Behind draft tokens it is not yet one of the call, as plain generation may stop
+        before: if it goes on, the next step raises it."""
+        if self._error is not None:
+            raise self._error
+        try:
+            return self(logits, suffix, active), []
+        except Exception as error:
+            if not suffix.shape[1]:
+                raise
+            if self.stateful:  # others are asked once more
+                self._error = error
+            return logits, [row for row, on in enumerate(active) if on]
 
     def everywhere(self, tree: Tree, logits: Tensor, context: Sequence[Tensor] = ()) -> Tensor:
         """Scores ``(batch, tokens, vocab)`` float32 at all nodes with a token.
@@ -309,9 +327,11 @@ class Acceptance:
             )
         self.options, self.scorer = options, scorer
         self.do_sample = bool(config.do_sample)
-        wants = config.output_scores or config.output_logits
-        self.records = bool(config.return_dict_in_generate and wants)
-        self.recorded: list[tuple[Tensor, Tensor]] = []
+        #: Whether logits, and whether scores, are recorded for the call's output.
+        wanted = config.output_logits, config.output_scores
+        self.wants = tuple(bool(config.return_dict_in_generate and one) for one in wanted)
+        self.records = any(self.wants)
+        self.recorded: list[Recorded] = []
         #: Number of logits, and their device, once they are known.
         self._drawn_for: tuple[int, torch.device]
         self.noise: SamplingNoise | None = None
@@ -416,6 +436,8 @@ class Acceptance:
             tree = tree.without(list(eos))
         self.recorded = []
         self._drawn_for = logits.shape[-1], logits.device
+        if self.noise is not None:
+            self.noise.vocabulary = logits.shape[-1]
         # Of a root alone the rule says nothing; that of the prompt is no token of the text.
         if self.options.acceptance == "typical" and tree.num_tokens > 1:
             return self._typical(tree, logits if ragged is None else ragged.pad(logits))
@@ -429,11 +451,13 @@ class Acceptance:
             return active.tolist() if early_exit else unfinished
 
         def scores(nodes: Tensor, active: Tensor, depth: int) -> Tensor:
-            return score(nodes, known(active))
+            return score(nodes, known(active))[0]
 
         def choose(nodes: Tensor, active: Tensor, depth: int) -> Tensor:
             rows = known(active)
-            return self._select(score(nodes, rows), rows, depth)
+            found, raised = score(nodes, rows)
+            chosen = self._select(found, rows, depth)
+            return chosen.index_fill(0, to_device(raised, chosen.device, torch.long), -1)
 
         if tree.q is not None and not stateful:
             return verify.rejection(tree, scores, active, early_exit)
@@ -450,13 +474,13 @@ class Acceptance:
 
     def _along_path(
         self, tree: Tree, logits: Tensor, ragged: Ragged | None
-    ) -> Callable[[Tensor, Sequence[bool]], Tensor]:
-        """A function that gives processed scores ``(batch, vocab)`` at one node ``(batch,)`` of
-        each of some rows, to be called along the accepted path, from the root."""
+    ) -> Callable[[Tensor, Sequence[bool]], tuple[Tensor, list[int]]]:
+        """:meth:`Scorer.along` as a function of one node ``(batch,)`` of each row, and of which
+        rows go on, to be called along the accepted path, from the root."""
         batch = torch.arange(tree.batch_size, device=logits.device)
         suffix: Tensor | None = None
 
-        def score(nodes: Tensor, rows: Sequence[bool]) -> Tensor:
+        def score(nodes: Tensor, rows: Sequence[bool]) -> tuple[Tensor, list[int]]:
             nonlocal suffix
             if suffix is None:
                 suffix = tree.tokens[:, :0]
@@ -465,11 +489,11 @@ class Acceptance:
             # A float32 copy, as in plain generation: processors may modify it.
             found = logits[batch, nodes] if ragged is None else ragged.at(logits, nodes)
             scores = found.to(torch.float32, copy=True)
-            raw = scores.clone() if self.records else scores
-            processed = self.scorer(scores, suffix, rows)
+            raw = scores.clone() if self.wants[0] else None
+            processed, raised = self.scorer.along(scores, suffix, rows)
             if self.records:
-                self.recorded.append((raw, processed))
-            return processed
+                self.recorded.append((raw, processed if self.wants[1] else None))
+            return processed, raised
 
         return score
 
@@ -479,6 +503,10 @@ class Acceptance:
         if self.records:
             scores = self.scorer.everywhere(tree, logits, self.scorer.context())
             rows = torch.arange(len(logits), device=logits.device)
-            path = result.path.unbind(1)
-            self.recorded = [(logits[rows, nodes].float(), scores[rows, nodes]) for nodes in path]
+            both = zip((logits, scores), self.wants)
+            whole = [one.float() if wanted else None for one, wanted in both]
+            self.recorded = [
+                tuple(one if one is None else one[rows, nodes] for one in whole)
+                for nodes in result.path.unbind(1)
+            ]
         return result

@@ -156,10 +156,12 @@ def decode(
     if most is not None and waits:
         check_rows_apart(config, logits_processor, stopping_criteria, streamer, refused())
         seeds = drawn_seeds(rows, input_ids.device) if strategy.samples else None
-        ended, stats = _decode_in_turns(
-            model, input_ids, real, logits_processor, stopping_criteria, config, assistant_model,
-            model_kwargs, most, seeds,
-        )  # fmt: skip
+        with ExitStack() as stack:
+            stack.push(strategy.after_shortage)
+            ended, stats = _decode_in_turns(
+                model, input_ids, real, logits_processor, stopping_criteria, config,
+                assistant_model, model_kwargs, most, seeds,
+            )  # fmt: skip
         ids = joined_ids(ended, sequences.pad)
         _keep(model, stats, ended)
         return SpecGenerateOutput(sequences=ids, spec_stats=stats) if wants else ids

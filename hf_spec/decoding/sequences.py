@@ -24,6 +24,10 @@ from hf_spec.core.verify import HostResult
 
 #: More tokens than any call emits; sums of a few such numbers fit into int64.
 NO_LIMIT = 2**60
+#: That of ``torch.multinomial``, by which plain generation samples.
+NOT_SAMPLED = "probability tensor contains either `inf`, `nan` or element < 0"
+#: Logits and scores ``(..., vocab)`` of a token, None where they are not wanted.
+Recorded = tuple[Tensor | None, ...]
 
 
 class Snapshot(NamedTuple):
@@ -80,7 +84,7 @@ class Sequences:
         #: Length at which a sequence's criteria first stopped it.
         self._stops: list[int | None] = [None] * count
         #: Logits and scores ``(vocab,)`` of each emitted token, if they are recorded.
-        self._recorded: list[list[tuple[Tensor, ...]]] = [[] for _ in self.rows]
+        self._recorded: list[list[Recorded]] = [[] for _ in self.rows]
         #: Scores of each column that criteria were asked about; None if they are given none.
         self._asked_scores: list[Tensor] | None = [] if shows_scores else None
 
@@ -192,20 +196,25 @@ class Sequences:
                 self.ids[row, own:length] = self.pad
         return self.ids[:, :length]
 
-    def append(
-        self, result: HostResult, recorded: Sequence[tuple[Tensor, Tensor]] = ()
-    ) -> list[int]:
+    def append(self, result: HostResult, recorded: Sequence[Recorded] = ()) -> list[int]:
         """Append what a step emitted to each row, until a token stops it; returns how many tokens
-        each took. ``recorded``: logits and scores ``(batch, vocab)`` of each token, or nothing."""
+        each took. ``recorded``: logits and scores ``(batch, vocab)`` of each token, or nothing.
+
+        Raises:
+            RuntimeError: a token could not be sampled, as from ``torch.multinomial``.
+        """
         before, self._now = list(self.lengths), None
         for place, (row, tokens) in enumerate(zip(self.rows, result.tokens)):
             for number, token in enumerate(tokens):
                 if not self._takes(row):
                     break
+                if token < 0:
+                    raise RuntimeError(NOT_SAMPLED)
                 self._tokens[row].append(token)
                 self.lengths[row] += 1
-                if recorded:
-                    self._recorded[row].append(tuple(x[place] for x in recorded[number]))
+                if recorded:  # a view would hold those of the whole batch
+                    own = (one if one is None else one[place].clone() for one in recorded[number])
+                    self._recorded[row].append(tuple(own))
                 if self._stops[row] is None and self._is_stop(row, token):
                     self._stops[row] = self.lengths[row]
         while self._by_column and self._ask(self._asked + 1):
@@ -314,9 +323,9 @@ class Sequences:
 
     def _column(self, kind: int, i: int) -> Tensor:
         """``(sequences, vocab)``, zero for sequences that ended before."""
-        empty = torch.zeros_like(next(own[0][kind] for own in self._recorded if own))
-        found = [own[i][kind] if i < len(own) else empty for own in self._recorded]
-        return torch.stack(found)
+        found = [own[i][kind] if i < len(own) else None for own in self._recorded]
+        one = next(value for value in found if value is not None)
+        return torch.stack([torch.zeros_like(one) if own is None else own for own in found])
 
 
 def _reserved(ids: Tensor, end: int) -> Tensor:

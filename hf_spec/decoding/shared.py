@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import Context, copy_context
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_spec.core.device import FollowsRows, bucket, follows, to_device
 from hf_spec.core.stats import PHASES, SpecStats, Stopwatch
@@ -17,7 +18,7 @@ from hf_spec.core.tree import Tree
 from hf_spec.core.verify import HostResult
 from hf_spec.decoding.acceptance import Acceptance, Scorer
 from hf_spec.decoding.cache_reuse import CacheOwner
-from hf_spec.decoding.sequences import Sequences, Snapshot
+from hf_spec.decoding.sequences import Recorded, Sequences, Snapshot
 from hf_spec.decoding.step import Steps, details_of
 from hf_spec.decoding.strategy import Strategy
 from hf_spec.draft.options import samples_drafts
@@ -141,9 +142,7 @@ class CallSequences(FollowsRows):
         """Tokens that end a sequence of any call."""
         return set().union(*(call.sequences.eos for call in self.calls))
 
-    def append(
-        self, result: HostResult, recorded: Sequence[tuple[Tensor, Tensor]] = ()
-    ) -> list[int]:
+    def append(self, result: HostResult, recorded: Sequence[Recorded] = ()) -> list[int]:
         """See :meth:`Sequences.append`. What a call's streamer or criteria raise is its error."""
         counts, self._now = [0] * len(self.places), None
         for call, rows in self.calls.items():
@@ -154,8 +153,8 @@ class CallSequences(FollowsRows):
                 [result.num_probes[row] for row in rows],
             )  # fmt: skip
             shown = [
-                (logits[to_device(rows, logits.device)], scores[to_device(rows, scores.device)])
-                for logits, scores in recorded
+                tuple(one if one is None else one[to_device(rows, one.device)] for one in pair)
+                for pair in recorded
             ]
             try:
                 found = call.context.run(call.sequences.append, own, shown)
@@ -248,24 +247,62 @@ class CallScorer:
         self, logits: Tensor, suffix: Tensor, active: Sequence[bool], drafting: bool = False
     ) -> Tensor:
         """See :meth:`Scorer.__call__`. What a call's processors raise is its error."""
-        groups: dict[Hashable, tuple[Call, list[int]]] = {}
+
+        def process(
+            scorer: Scorer, logits: Tensor, suffix: Tensor, active: Sequence[bool]
+        ) -> tuple[Tensor, list[int]]:
+            return scorer(logits, suffix, active, drafting), []
+
+        return self._by_call(process, logits, suffix, active)[0]
+
+    def along(
+        self, logits: Tensor, suffix: Tensor, active: Sequence[bool]
+    ) -> tuple[Tensor, list[int]]:
+        """See :meth:`Scorer.along`; likewise."""
+        return self._by_call(Scorer.along, logits, suffix, active)
+
+    def _by_call(
+        self, process: Callable[..., tuple[Tensor, list[int]]], logits: Tensor, suffix: Tensor,
+        active: Sequence[bool],
+    ) -> tuple[Tensor, list[int]]:  # fmt: skip
+        """What ``process`` makes with the scorer of each call of its rows. Those of calls whose
+        processors are the same ones, and treat each row alone, are processed together: also of
+        calls that have left by an error, as that may happen at any time."""
+        groups: dict[Hashable, dict[Call, list[int]]] = {}
         for call, rows in self.sequences.calls.items():
-            scorer = call.scorer
-            alike = scorer.key if scorer.rowwise else None
-            groups.setdefault(alike or call, (call, []))[1].extend(rows)
-        scores = logits.float()
-        for call, rows in groups.values():
-            if call.error or call.scorer.trivial or not any(active[row] for row in rows):
+            if not call.scorer.trivial:
+                alike = call.scorer.key if call.scorer.rowwise else None
+                groups.setdefault(alike or call, {})[call] = rows
+        scores, raised, waiting = logits.float(), [], [*groups.values()]
+        while waiting:
+            group = waiting.pop()
+            call, rows = next(iter(group)), [row for own in group.values() for row in own]
+            going = [active[row] for row in rows]
+            if not any(going) or (len(group) == 1 and call.error is not None):
                 continue
             index = to_device(rows, logits.device)
-            given = scores[index], suffix[index], [active[row] for row in rows], drafting
             try:
-                own = call.context.run(call.scorer, *given)
+                own, failed = call.context.run(
+                    process, call.scorer, scores[index], suffix[index], going
+                )
+                scores = fitted(scores, own.shape[1])
+                own = fitted(own, scores.shape[1])
+                scores = scores.index_copy(0, index, own.to(scores))
             except BaseException as error:
-                call.error = error
+                if len(group) > 1:  # whose it is
+                    waiting += [{one: places} for one, places in group.items()]
+                else:
+                    call.error = error
             else:
-                scores = scores.index_copy(0, index, own)
-        return scores
+                raised += [rows[place] for place in failed]
+        return scores, raised
+
+
+def fitted(scores: Tensor, width: int) -> Tensor:
+    """Scores ``(batch, vocab)`` of at least ``width`` tokens; those that they leave out are
+    impossible."""
+    missing = width - scores.shape[1]
+    return pad(scores, (0, missing), value=float("-inf")) if missing > 0 else scores
 
 
 def refusal(
@@ -307,7 +344,7 @@ def kind_of(steps: Steps) -> Hashable:
     strategy, drafter = steps.strategy, steps.strategy.drafter
     return (
         strategy.kind, strategy.samples, strategy.timed, strategy.lookup, steps.state.target.inputs,
-        drafter.kind_of_forward, tuple(map(id, drafter.beside)), steps.acceptance.records,
+        drafter.kind_of_forward, tuple(map(id, drafter.beside)), steps.acceptance.wants,
         strategy.graphs and strategy.graphs.kind,
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_spec.core.device import FollowsRows, to_device
 from hf_spec.core.verify import sample
@@ -129,6 +130,8 @@ class SamplingNoise(FollowsRows):
 
     Attributes:
         rows: what each row of the batch is sampled with.
+        vocabulary: number of the model's logits, where processors may leave some out of the scores
+            that tokens are sampled by.
     """
 
     of_rows = ("rows",)
@@ -144,7 +147,7 @@ class SamplingNoise(FollowsRows):
         if seeds is not None:
             generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.rows = [SequenceNoise(device, temperature, one) for one in generators]
-        self._vocab = 0
+        self._vocab = self.vocabulary = 0
 
     def choose(self, scores: Tensor, ahead: int, rows: Sequence[int] | None = None) -> Tensor:
         """Sample a token of each sequence: what ``torch.multinomial`` would draw.
@@ -199,9 +202,12 @@ class SamplingNoise(FollowsRows):
         return [row.temperature for row in self.rows]
 
     def drawn(self, count: int) -> Tensor:
-        """E of the next tokens of each sequence, ``(batch, count, vocab)``."""
+        """E of the next tokens of each sequence, ``(batch, count, vocab)``; infinite for tokens
+        that are never sampled."""
         own = [[row.of(place, self._vocab) for place in range(count)] for row in self.rows]
-        return torch.stack([torch.stack(one) for one in own])
+        found = torch.stack([torch.stack(one) for one in own])
+        missing = self.vocabulary - self._vocab
+        return pad(found, (0, missing), value=float("inf")) if missing > 0 else found
 
     def favor(self, tokens: Sequence[Sequence[int]], lenience: float) -> None:
         """Until the next call, make these tokens so many times as likely, the first ones of each

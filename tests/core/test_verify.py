@@ -16,11 +16,13 @@ import pytest
 import torch
 from random_trees import random_tree
 from torch import Tensor
+from transformers import MaxLengthCriteria, StoppingCriteriaList
 
 from hf_spec.core import verify
 from hf_spec.core.shapes import ProbeGroup, TokenTree
 from hf_spec.core.tree import Tree
 from hf_spec.core.verify import StepResult
+from hf_spec.decoding.sequences import Sequences
 
 #: The law of a sequence: its probability.
 Law = dict[tuple[int, ...], float]
@@ -449,12 +451,13 @@ def test_the_result_on_the_host(more: list[list[float]] | None) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_probabilities_that_are_not_finite_are_refused_as_by_torch(value: float) -> None:
-    """On the host, with the step's one transfer; what drafters read of it before is a token."""
+    """On the host, once the token is to be emitted; what drafters read before is a token."""
     scores = torch.randn(2, 1, 5, generator=torch.Generator().manual_seed(0))
     scores[1] = value
     with pytest.raises(RuntimeError) as plain:
         torch.multinomial(scores[:, 0].softmax(-1), 1)
     tree = Tree.roots(torch.tensor([1, 2]))
+    criteria = StoppingCriteriaList([MaxLengthCriteria(5)])
 
     def select(scores: Tensor) -> Tensor:
         return verify.sample(scores.softmax(-1))
@@ -466,11 +469,13 @@ def test_probabilities_that_are_not_finite_are_refused_as_by_torch(value: float)
             verify.typical(tree, scores, select, active),
         ):
             assert (result.bonus >= 0).all()
+            sequences = Sequences(torch.ones(2, 1, dtype=torch.long), None, criteria)
             if not active[1]:
-                result.to_host()
+                sequences.select([0])
+                sequences.append(result.to_host()[0])
                 continue
             with pytest.raises(RuntimeError) as ours:
-                result.to_host()
+                sequences.append(result.to_host()[0])
             assert str(ours.value) == str(plain.value)
 
 

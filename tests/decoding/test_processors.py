@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import prompt, ragged
-from processors import Matcher
+from processors import Failure, Matcher
 from running import drafting
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process
 
 from hf_spec.decoding.acceptance import ROWWISE, STATELESS
@@ -80,6 +80,74 @@ def test_rows_are_independent_of_a_processor_without_a_state(tiny: Any) -> None:
         assert (len(lengths) > len(set(lengths))) == more
 
 
+class Script(LogitsProcessor):
+    """Forces a text, behind whose end there is nothing to force.
+
+    Args:
+        change: makes an error at the end, or scores that no token can be sampled by.
+    """
+
+    def __init__(self, text: list[int], start: int, change: Any):
+        self.text, self.start, self.change, self.calls = text, start, change, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        place = input_ids.shape[1] - self.start
+        if place >= len(self.text):
+            return self.change(scores)
+        return torch.full_like(scores, -torch.inf).index_fill(
+            1, torch.tensor(self.text[place]), 0.0
+        )
+
+
+def fails(scores: Tensor) -> Tensor:
+    raise Failure
+
+
+def impossible(scores: Tensor) -> Tensor:
+    return torch.full_like(scores, -torch.inf)
+
+
+@pytest.mark.parametrize("stateless", [True, False])
+@pytest.mark.parametrize("change", [fails, impossible])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_a_processor_cannot_do_behind_a_stop_is_no_error(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, spec: Any, stateless: bool, change: Any, rows: int
+) -> None:
+    """Plain generation stops before it asks; drafts go beyond, as the criterion is asked later."""
+    monkeypatch.setattr(Script, "stateless", stateless, raising=False)
+    model, ids = tiny("llama"), prompt(9).repeat(rows, 1)
+    text, end = ids[0].tolist() * 3, 9 + 27
+    settings = {"input_ids": ids, "max_new_tokens": 40, "do_sample": True}
+
+    def run(stop: int, **spec: Any) -> Any:
+        """With its processor, which has not been asked again after an error."""
+        processor = Script(text, 9, change)
+        criterion = LengthOf(stop)
+        try:
+            out = model.generate(
+                **settings, **spec, logits_processor=[processor], stopping_criteria=[criterion]
+            )
+        except (Failure, RuntimeError) as error:
+            return type(error), processor.calls
+        return out.tolist()
+
+    assert run(end, **spec) == run(end) == [ids[0].tolist() + text] * rows
+    plain, ours = run(end + 1), run(end + 1, **spec)
+    assert plain[0] == ours[0] == (Failure if change is fails else RuntimeError)
+    assert plain[1] == ours[1] or stateless or change is impossible
+
+
+class LengthOf(StoppingCriteria):
+    """Ends all rows at a length; asked as code of the user's."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
 @pytest.mark.parametrize("kind", [Stateless, Matcher])
 @pytest.mark.parametrize("change", [Tensor.double, Tensor.half, lambda scores: scores[:, :50]])
 def test_scores_of_another_dtype_or_size(tiny: Any, kind: Any, change: Any) -> None:
@@ -91,6 +159,23 @@ def test_scores_of_another_dtype_or_size(tiny: Any, kind: Any, change: Any) -> N
     expected = tiny("llama").generate(**settings, logits_processor=[Changed()])
     ours = tiny("llama").generate(**settings, **LOOKUP, logits_processor=[Changed()])
     assert ours.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "token_recycling"])
+def test_samples_of_scores_of_another_size(tiny: Any, name: str) -> None:
+    """What is drafted by the numbers that tokens are sampled with is of the model's vocabulary."""
+
+    class Changed(Stateless):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            return super().__call__(input_ids, scores)[:, :50]
+
+    settings = {"input_ids": prompt(15), "max_new_tokens": 24, "do_sample": True}
+    found = []
+    for strategy in ({}, drafting(name)):
+        torch.manual_seed(0)
+        out = tiny("llama").generate(**settings, **strategy, logits_processor=[Changed()])
+        found.append(out.tolist())
+    assert found[0] == found[1]
 
 
 def test_typical_acceptance_is_refused(tiny: Any) -> None:

@@ -14,6 +14,7 @@ from transformers import (
 from transformers.generation import logits_process
 
 from hf_spec.core.tree import Tree
+from hf_spec.core.verify import HostResult
 from hf_spec.decoding.acceptance import Scorer
 from hf_spec.decoding.sequences import Sequences
 
@@ -28,6 +29,24 @@ def sequences() -> Sequences:
     found = Sequences(ids, None, StoppingCriteriaList([MaxLengthCriteria(20)]))
     found.lengths = list(LENGTHS)
     return found
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_what_is_recorded_holds_no_more_than_itself(wanted: tuple[bool, bool]) -> None:
+    """Of a token: not what other rows and deeper tokens had, nor what no one asked for."""
+    rows = sequences()
+    rows.rows = [0, 2]
+    pair = [torch.randn(2, VOCAB) if one else None for one in wanted]
+    rows.append(HostResult([[0, 1], [0]], [[5, 6], [7]], [0, 0]), [tuple(pair)] * 2)
+    for row, count in zip(rows.rows, (2, 1)):
+        assert len(rows._recorded[row]) == count
+        for values in rows._recorded[row]:
+            for value, one in zip(values, pair):
+                if one is None:
+                    assert value is None
+                else:
+                    assert value.untyped_storage().nbytes() == VOCAB * 4
+                    assert torch.equal(value, one[rows.rows.index(row)])
 
 
 LISTS = {

@@ -1,7 +1,7 @@
 """Rows of several calls in one batch, which come and go: each call gives what it gives alone."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,13 +13,15 @@ from processors import Matcher
 from recurrent_models import shared_recurrent
 from running import drafting, without_pruning
 from test_method_contract import FIRST, adapted, strategy
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel, TopKLogitsWarper
 
 import hf_spec
 from hf_spec.decoding import loop
 from hf_spec.decoding.shared import Call, SharedSteps, kind_of, refusal
 from hf_spec.draft.learned import Calibration
 from hf_spec.draft.policy import Plan, StepPolicy
+from hf_spec.target.target import Target
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 LOOKUP = drafting("prompt_lookup")
@@ -205,6 +207,77 @@ def test_a_processor_that_keeps_a_state(spec: dict[str, Any]) -> None:
     wanted = list(alone(model, made()))
     assert answers(together(model, made())) == wanted
     assert [one.calls for one in calls[:3]] == [one.calls for one in calls[3:]]
+
+
+class Changes(LogitsProcessor):
+    """Gives scores of another dtype or size; none can be sampled by those from a length on."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor], length: int = 100):
+        self.change, self.length = change, length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.change(scores) if input_ids.shape[1] < self.length else scores - torch.inf
+
+
+@pytest.mark.parametrize("change", [Tensor.double, Tensor.half, lambda scores: scores[:, :50]])
+def test_scores_of_another_dtype_or_size(change: Callable[[Tensor], Tensor]) -> None:
+    made = of_all(requests(**GREEDY), **LOOKUP)
+    for number in (1, 3):
+        made[number]["logits_processor"] = [Changes(change)]
+    model, wanted = shared("llama_tied"), list(alone(shared("llama_tied"), made))
+    assert answers(together(model, made)) == wanted
+
+
+def test_a_token_that_cannot_be_sampled_is_an_error_of_its_call() -> None:
+    model, made = shared("llama_tied"), of_all(requests(), **LOOKUP, **TOP_ONE)
+    wanted = list(alone(model, made))
+    length = made[1]["input_ids"].shape[1] + 5
+    made[1]["logits_processor"] = [Changes(Tensor.float, length)]
+    found = answers(together(model, made))
+    error = found.pop(1)
+    assert isinstance(error, RuntimeError) and "probability tensor" in str(error)
+    assert found == wanted[:1] + wanted[2:]
+
+
+#: Sampled, and the same as greedy; processors that treat each row alone.
+TOP_ONE: dict[str, Any] = {"do_sample": True, "top_k": 1, "temperature": 0.5, "max_new_tokens": 12}
+
+
+@pytest.mark.parametrize("way", ["interrupt", "processor"])
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_calls_whose_processors_are_the_same_have_errors_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, number: int, way: str
+) -> None:
+    """Their scores are processed together, also where one of them is interrupted in the step."""
+    model, made = shared("llama_tied"), of_all(requests(), **LOOKUP, **TOP_ONE)
+    wanted = list(alone(model, made))
+    batch = SharedSteps(first := begun(model, made[0], 0))
+    calls = [first, *(begun(model, request, 0) for request in made[1:])]
+    for call in calls[1:]:
+        batch.admit(call)
+    forward, top_k = Target.forward, TopKLogitsWarper.__call__
+    wrong = next(one for one in calls[number].scorer.processors if type(one) is TopKLogitsWarper)
+
+    def interrupts(*args: Any, **kwargs: Any) -> Any:
+        calls[number].error = calls[number].error or InterruptedError()
+        return forward(*args, **kwargs)
+
+    def raises(self: Any, ids: Tensor, scores: Tensor) -> Tensor:
+        if self is wrong or len(scores) > 2:  # of all rows, which are then asked call by call
+            raise InterruptedError
+        return top_k(self, ids, scores)
+
+    if way == "interrupt":
+        monkeypatch.setattr(Target, "forward", interrupts)
+    else:
+        monkeypatch.setattr(TopKLogitsWarper, "__call__", raises)
+    with torch.no_grad():
+        while batch.calls:
+            batch.take()
+            batch.release()
+    found = answers(calls)
+    assert isinstance(found.pop(number), InterruptedError)
+    assert found == wanted[:number] + wanted[number + 1 :]
 
 
 @pytest.mark.parametrize("spec", [LOOKUP, SKIPPING], ids=["prompt_lookup", "layer_skip"])
