@@ -457,7 +457,9 @@ class Acceptance:
             rows = known(active)
             found, raised = score(nodes, rows)
             chosen = self._select(found, rows, depth)
-            return chosen.index_fill(0, to_device(raised, chosen.device, torch.long), -1)
+            if raised:
+                chosen = chosen.index_fill(0, to_device(raised, chosen.device), -1)
+            return chosen
 
         if tree.q is not None and not stateful:
             return verify.rejection(tree, scores, active, early_exit)
