@@ -186,9 +186,6 @@ def match_along(
 
     For logits processors, which must see each node's true prefix, and for sampling.
 
-    Where there is no token after an accepted draft token, that one is left to the next step, which
-    asks for its own successor once more: a stopping criterion may end the text before.
-
     Args:
         tree: as in :func:`match`.
         choose: see its type.
@@ -199,15 +196,9 @@ def match_along(
     """
     tree, probes = tree.without_probes, tree.probe_counts
     unfinished, bonus = active, torch.zeros_like(tree.tokens[:, 0])
-    last = parent = bonus
-    counts = torch.ones_like(bonus)
+    last, counts = bonus, torch.ones_like(bonus)
     for depth in range(tree.max_depth + 1):
-        chosen = choose(last, active, depth)
-        if depth:
-            none = active & (chosen < 0)
-            last, counts = torch.where(none, parent, last), counts - none.long()
-            active = active & ~none
-        bonus, parent = torch.where(active, chosen, bonus), last
+        bonus = torch.where(active, choose(last, active, depth), bonus)
         if tree.num_nodes == 1:
             return _roots(bonus[:, None], probes)
         hit = (tree.parents == last[:, None]) & (tree.tokens == bonus[:, None]) & tree.valid
@@ -219,6 +210,19 @@ def match_along(
         last = torch.where(active, hit.int().argmax(-1), last)
         counts = counts + active
     return _along_path(tree, last, counts, bonus[:, None], probes)
+
+
+def without_last(tree: Tree, result: StepResult) -> StepResult:
+    """A result whose rows with no token after an accepted draft token do not accept that one: it is
+    their bonus token, behind which the next step asks once more."""
+    tree, probes = tree.without_probes, tree.probe_counts
+    emitted = result.tokens.gather(1, result.counts[:, None] - 1)[:, 0]
+    none = (emitted < 0) & (result.counts > 1)
+    parent, own = (
+        of_nodes.gather(1, result.last[:, None])[:, 0] for of_nodes in (tree.parents, tree.tokens)
+    )
+    last, bonus = torch.where(none, parent, result.last), torch.where(none, own, emitted)
+    return _along_path(tree, last, result.counts - none.long(), bonus[:, None], probes)
 
 
 def rejection(tree: Tree, scores: ScoreFn, active: Tensor, early_exit: bool = False) -> StepResult:

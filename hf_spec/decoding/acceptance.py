@@ -445,6 +445,7 @@ class Acceptance:
         # A processor with a state must not be called for more tokens than are accepted.
         early_exit = stateful or not is_async(logits.device)
         score = self._along_path(tree.without_probes, logits, ragged)
+        all_raised: list[int] = []
 
         def known(active: Tensor) -> list[bool]:
             """The rows that go on: all that are unfinished, if the host does not ask."""
@@ -459,12 +460,14 @@ class Acceptance:
             chosen = self._select(found, rows, depth)
             if raised:
                 chosen = chosen.index_fill(0, to_device(raised, chosen.device), -1)
+                all_raised.extend(raised)
             return chosen
 
         if tree.q is not None and not stateful:
             return verify.rejection(tree, scores, active, early_exit)
         # Also for rejection: equivalent for a greedy target, and exact for sampled drafts.
-        return verify.match_along(tree, choose, active, early_exit, self.scorer.lockstep)
+        result = verify.match_along(tree, choose, active, early_exit, self.scorer.lockstep)
+        return verify.without_last(tree, result) if all_raised else result
 
     def _select(self, scores: Tensor, rows: Sequence[bool] = (), depth: int = 0) -> Tensor:
         """The tokens ``(batch,)`` of these rows after ``depth`` accepted draft tokens."""
