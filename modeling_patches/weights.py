@@ -314,7 +314,8 @@ def made_anew(
         known = None
         store.pop(owner, None)  # frees it before what takes its place is allocated
         with torch.inference_mode(False), torch.no_grad():  # training may use it later
-            places = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+            # One without entries has no address: DeepSpeed's shards are such between forwards.
+            places = [StorageWeakRef(x.untyped_storage()) for x in tensors if x.numel()]
             known = store[owner] = key, places, make()
     return known[2]
 

@@ -97,3 +97,12 @@ def test_memory_of_weights_that_moved_is_freed() -> None:
     assert made_anew(store, "owner", [x], lambda: next(numbers)) == 2
     x.data = torch.from_numpy(memory)
     assert made_anew(store, "owner", [x], lambda: next(numbers)) == 3
+
+
+def test_what_a_weight_that_is_empty_between_forwards_is_made_of_is_made_once() -> None:
+    """DeepSpeed frees shards after each forward: their memory is another one, of no bytes."""
+    store: dict[str, object] = {}
+    x, numbers = torch.nn.Parameter(torch.empty(0)), iter(range(2))
+    for _ in range(2):
+        assert made_anew(store, "owner", [x], lambda: next(numbers)) == 0
+        x.data = torch.empty(0)
