@@ -76,6 +76,7 @@ MESSAGES = [
     ("distill --strategy none --strategy-kwargs {}", "--strategy-kwargs needs the name of"),
     ("train bita --strategy-kwargs {", "--strategy-kwargs: not JSON"),
     ("train bita --strategy-kwargs '{\"top\": 1}'", "no option 'top'"),
+    ("train bita --strategy-kwargs '{\"lookup_history\": \"f\"}'", "gs: its lookup_history='f' is"),
     # assistants and adapters
     ("bench --strategies transformers:assisted", "needs another model that drafts"),
     ("bench --strategies draft_model", "'draft_model' needs another model that drafts"),
@@ -106,6 +107,7 @@ MESSAGES = [
     ("distill --output /dev/null", "cannot write into the folder --output"),
     ("import absent.pt --type medusa", "there is no file"),
     ("import a.jsonl --type medusa --strategy-kwargs '{\"a\": 1}'", "no option 'a'"),
+    ("import a.jsonl --type medusa --strategy-kwargs '{\"lookup_history\": \"f\"}'", "is a file"),
 ]  # fmt: skip
 
 

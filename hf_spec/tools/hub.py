@@ -38,6 +38,7 @@ from hf_spec.adapters.config import (
     shim_text,
 )
 from hf_spec.core.checks import INSTALL, explained, first_line, names_its_files
+from hf_spec.decoding.call import check_stored
 from hf_spec.draft.options import ACCEPTANCE_RULES, CHAIN
 from hf_spec.files import is_path, read_json, write_atomically
 from hf_spec.methods.registry import Method, get_method
@@ -99,7 +100,9 @@ def attached(
 
 
 def save_spec_config(folder: Path, strategy: str, options: dict[str, Any]) -> None:
-    """Write ``generation_config.json``, and the shim with the same strategy and options."""
+    """Write ``generation_config.json``, and the shim with the same strategy and options; a
+    ValueError if they name a file (:func:`check_stored`)."""
+    check_stored(options, f"the configuration of {str(folder)!r}")
     config = hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=options)
     write_atomically(folder / GENERATION, config.to_json_string())
     write_shim(folder)
@@ -120,6 +123,7 @@ def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
         raise ValueError(f"{str(folder / GENERATION)!r} names no assistant_strategy")
     method = get_method(strategy)
     method.parse_options(options)
+    check_stored(options, f"the configuration of {str(folder)!r}")
     return method, options
 
 

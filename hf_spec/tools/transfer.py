@@ -27,6 +27,7 @@ from hf_spec.adapters.checkpoint import (
 from hf_spec.adapters.layer import layer_of
 from hf_spec.adapters.loading import require_active
 from hf_spec.core.checks import UNFIT, check_choice, explained, first_line, names_its_files
+from hf_spec.decoding.call import check_stored
 from hf_spec.files import read_json, staging, write_json
 from hf_spec.methods.registry import Method, methods
 from hf_spec.modeling_patches.weights import FP8, SCALES, dequantized, placement, renamed
@@ -229,6 +230,7 @@ def import_adapter(
     an adapter folder with a card and options; returns ``output``."""
     method, reader = importable(method_name)
     method.parse_options(options)
+    check_stored(options or {}, "options")
     config, tensors = convert(path, method_name, given)
     model = base_outline(base, tensors) if isinstance(base, str) else base
     if reader.share is not None:

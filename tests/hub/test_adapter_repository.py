@@ -111,6 +111,19 @@ def test_peft_saves_what_decoding_needs(checkpoint, tmp_path):
     assert hf_spec.SpecConfig.from_pretrained(tmp_path).assistant_kwargs == OPTIONS
 
 
+def test_no_file_of_the_machine_is_stored(adapter):
+    """Nor used, if somebody else has stored it; it would be uploaded, too."""
+    message = "skip': its lookup_history='/my/file' is a file of the machine. Take it out, and"
+    before = (adapter / "generation_config.json").read_text()
+    with pytest.raises(ValueError, match=message):
+        save_spec_config(adapter, "layer_skip", {"lookup_history": "/my/file"})
+    assert (adapter / "generation_config.json").read_text() == before
+    spec(adapter, assistant_kwargs={"lookup_history": "/my/file"})
+    for work in (check_complete, write_card):
+        with pytest.raises(ValueError, match=message):
+            work(adapter)
+
+
 def test_other_weights_have_not_been_measured(checkpoint, adapter):
     model, file = load_checkpoint(checkpoint), adapter / "results.json"
     for rank, measured in ((0, True), (2, False)):

@@ -132,6 +132,18 @@ def kwargs_of(name: str, text: str | None) -> dict[str, Any]:
     return parse_kwargs([] if text is None else [text], [name]).get(name, {})
 
 
+def stored_kwargs_of(name: str, text: str | None) -> dict[str, Any]:
+    """The same, of options that are stored with an adapter; a ValueError for some that cannot
+    be."""
+    from hf_spec.decoding.call import check_stored
+    from hf_spec.methods.registry import get_method
+
+    options = kwargs_of(name, text)
+    get_method(name).parse_options(options)
+    check_stored(options, "--strategy-kwargs")
+    return options
+
+
 def json_object(option: str, text: str | None) -> dict[str, Any]:
     """The JSON object in the value of an option; empty if the option is not given. A ValueError
     names the option."""

@@ -149,7 +149,7 @@ def import_(
         kind, path = work.recognized(file)
     else:
         path = work.find_published(file, work.importable(kind)[1].wants)
-    options = opt.kwargs_of(kind, strategy_kwargs)
+    options = opt.stored_kwargs_of(kind, strategy_kwargs)
     echo(f"adapter: {work.import_adapter(path, kind, model, output, options, given)}")
     named, folder = quote(model), quote(str(output))
     echo(f"check it: hf-spec check {folder} --model {named}")

@@ -420,8 +420,7 @@ def train(
         arguments["use_cpu"] = True  # the Trainer takes an accelerator if there is one
     # Invalid values are refused before anything is loaded.
     adapter_config = given.config_of(chosen, config, adapter)
-    options = opt.kwargs_of(method, strategy_kwargs)
-    chosen.parse_options(options)
+    options = opt.stored_kwargs_of(method, strategy_kwargs)
     given.spec_arguments(chosen, output, adapter_config, **arguments)
     check_writable(output)
 
