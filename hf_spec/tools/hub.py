@@ -51,7 +51,9 @@ REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD)
 #: What was measured of the adapter.
 SEARCH, TRAINING, RESULTS = MEASURED
 #: Files that are uploaded if they exist; the shim is always written anew.
-OPTIONAL = (*MEASURED, "*.png", "LICENSE")
+OPTIONAL = (*MEASURED, "*.png", "*.svg", "LICENSE")
+#: The folders of a path of this machine, in a text.
+FOLDERS = re.compile(r"""(?:^|(?<=[\s"'=]))(?:~[^/\s]*|\.{1,2})?/(?=[^\s/])(?:[^/"'=]*/)*""")
 #: Weights in formats that run code when they are loaded.
 UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
@@ -423,8 +425,8 @@ def files_to_upload(
     folder: Path, repository: str, base_model: str | None = None, **metadata: Any
 ) -> dict[str, str | bytes]:
     """Paths of the files to upload, by their names there; or contents, in which the names of
-    repository and base model are set, and the card's ``metadata``. Needs no network; a ValueError
-    says what is missing or wrong."""
+    repository and base model are set, and the card's ``metadata``, and paths of this machine have
+    lost their folders. Needs no network; a ValueError says what is missing or wrong."""
     if repository.count("/") != 1:
         raise ValueError(f"{repository!r} is no repository: give owner/name")
     validate_repo_id(repository)
@@ -445,7 +447,21 @@ def files_to_upload(
         # Only the name is replaced, as the file may have fields of a newer release.
         config["base_model_name_or_path"] = base_model
         found[CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode()
+    for name in found.keys() & set(MEASURED):
+        record = _without_folders(read_json(folder / name), named, base_model or named)
+        found[name] = json.dumps(record, indent=1).encode()
     method, options = read_spec_config(folder)
     found[SHIM] = shim_text(method.name, options, method.peft_type, repository).encode()
     found[CARD] = renewed_card(folder, repository, base_model, **metadata).encode()
     return found
+
+
+def _without_folders(value: Any, base: str | None, public: str | None) -> Any:
+    """What JSON holds, with the base model's public name, and without folders of this machine."""
+    if isinstance(value, dict):
+        return {name: _without_folders(one, base, public) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(one, base, public) for one in value]
+    if not isinstance(value, str):
+        return value
+    return public if base and value == base else FOLDERS.sub("", value)

@@ -420,6 +420,7 @@ def uploaded(hub: Mock) -> dict[str, bytes]:
 def test_push(adapter, hub, capsys):
     (adapter / "study.jsonl").write_text("stays here")
     (adapter / "search.png").write_bytes(b"png")
+    (adapter / "tau.svg").write_text("<svg/>")
     write_card(adapter)
     shutil.rmtree(adapter / "custom_generate")  # is rendered on the way
     before = {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()}
@@ -439,6 +440,7 @@ def test_push(adapter, hub, capsys):
     assert set(files) == {
         "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md",
         "custom_generate/generate.py", "results.json", "search.png",
+        "tau.svg",
     }  # fmt: skip
     assert b"'repository': 'org/skip'" in files["custom_generate/generate.py"]
     card = files["README.md"].decode()
@@ -446,6 +448,38 @@ def test_push(adapter, hub, capsys):
     assert str(adapter.parent) not in card
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "org/base"
     assert {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()} == before
+
+
+def test_what_is_uploaded_says_nothing_of_this_machine(adapter, checkpoint, hub):
+    """Folders are left out wherever there are some, and the base has its public name."""
+    home, base = str(adapter.parent), str(checkpoint)
+    data = results()
+    data["environment"] |= {
+        "model": base, "prompts": f"{home}/dev prompts/test.jsonl", "dataset": None,
+        "argv": [
+            "hf-spec", "bench", "--prompts", "../mine/test.jsonl", f"--adapter={home}/a/b",
+            "--strategy-kwargs", f'{{"adapter": "{home}/c"}}', "org/data/config", "http://x/y/z",
+        ],
+    }  # fmt: skip
+    (adapter / "results.json").write_text(json.dumps(data))
+    record = {"base_model": base, "data": {"provenance": {"model": base, "adapter": "~/my/heads"}}}
+    (adapter / "search.json").write_text(json.dumps({"environment": data["environment"]}))
+    (adapter / "training.json").write_text(json.dumps(record))
+    (adapter / "README.md").write_text("# Mine")  # a card of ours needs more of a training
+    push(adapter, "org/skip", base_model="org/base")
+    files = uploaded(hub)
+    assert not [name for name, text in files.items() if home.encode() in text]
+    where = json.loads(files["results.json"])["environment"]
+    assert where == json.loads(files["search.json"])["environment"]
+    assert (where["model"], where["prompts"]) == ("org/base", "test.jsonl")
+    assert where["argv"] == [
+        "hf-spec", "bench", "--prompts", "test.jsonl", "--adapter=b",
+        "--strategy-kwargs", '{"adapter": "c"}', "org/data/config", "http://x/y/z",
+    ]  # fmt: skip
+    assert json.loads(files["training.json"]) == {
+        "base_model": "org/base",
+        "data": {"provenance": {"model": "org/base", "adapter": "heads"}},
+    }
 
 
 def pushed_card(folder: Path, hub: Mock) -> str:
