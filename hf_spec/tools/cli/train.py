@@ -468,7 +468,10 @@ def lookups(
         Path, Option("--output", "-o", help="File to write, or one of earlier answers to add to.")
     ],
     fixed: Annotated[
-        bool, Option("--fixed", help="Calls that use a new file add no answers to it.")
+        bool,
+        Option(
+            "--fixed", help="Make the file read-only for calls: they search it and add nothing."
+        ),
     ] = False,
 ) -> None:
     """Write answers into a file that lookups search.
