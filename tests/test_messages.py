@@ -105,6 +105,13 @@ MESSAGES = [
     ("distill --prompts /nowhere.jsonl", "cannot read '/nowhere.jsonl': No such file"),
     ("distill --prompts a.jsonl", "a.jsonl' are given twice"),
     ("distill --output /dev/null", "cannot write into the folder --output"),
+    ("train bita --output a.jsonl", "cannot write into the folder --output"),
+    ("import a.jsonl --type medusa --output a.jsonl", "cannot write into the folder --output"),
+    ("train bita --output skip", "'skip' holds an adapter of type LAYER_SKIP, in whose place one"),
+    ("import a.jsonl --type medusa --output skip", "would be written. Choose another folder."),
+    ("search --output tuned --dtype float32", "'tuned' holds an adapter of type SPACE, in whose"),
+    ("train bita --output model", "'model' holds a model, in whose place one of type BITA"),
+    ("export eagle --format sglang --model /none --output skip", "'skip' is an adapter's folder"),
     ("import absent.pt --type medusa", "there is no file"),
     ("import a.jsonl --type medusa --strategy-kwargs '{\"a\": 1}'", "no option 'a'"),
     ("import a.jsonl --type medusa --strategy-kwargs '{\"lookup_history\": \"f\"}'", "is a file"),
@@ -122,6 +129,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hf_spec.SpaceConfig(update="lora").save_pretrained(folder / "tuned")
     hf_spec.SpecConfig("space").save_pretrained(folder / "tuned")
     hf_spec.SpecConfig("space").save_pretrained(folder / "broken")
+    hf_spec.Eagle3Config().save_pretrained(folder / "eagle")
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
     (folder / "broken" / "adapter_config.json").write_text("[1]")

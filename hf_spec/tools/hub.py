@@ -64,7 +64,7 @@ def save_adapter(
 ) -> None:  # fmt: skip
     """Write the adapter ``default`` of a ``PeftModel`` with its ``SpecConfig``: all of a folder but
     the card. ``state`` is the model's state dict, where its own tensors are sharded."""
-    with replacing_adapter(folder) as temporary:
+    with replacing_adapter(folder, get_method(strategy).peft_type) as temporary:
         model.save_pretrained(temporary, state_dict=state, save_embedding_layers=False)
     save_spec_config(folder, strategy, options)
 

@@ -276,6 +276,12 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
     with attached(model, None, trained=folder) as peft_model:
         name = peft_model.active_peft_config.type_name
         files = make(model, require_active(model, name, name.lower()))
+        old = read_json(output / MODEL_CONFIG, optional=True)
+        if old and old.get("architectures") != files[MODEL_CONFIG]["architectures"]:
+            raise ValueError(
+                f"the {MODEL_CONFIG} in {str(output)!r} is of {old.get('architectures')}, which "
+                "would be replaced. Choose another folder."
+            )
         with staging(output) as temporary:
             for file, content in files.items():
                 if not file.endswith(SAFE):

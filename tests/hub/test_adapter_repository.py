@@ -133,6 +133,18 @@ def test_other_weights_have_not_been_measured(checkpoint, adapter):
         assert file.is_file() == measured
 
 
+def test_an_adapter_of_another_type_is_not_replaced(checkpoint, adapter):
+    before = {path: path.read_bytes() for path in adapter.rglob("*") if path.is_file()}
+    with (
+        attached(load_checkpoint(checkpoint), hf_spec.MedusaConfig(num_heads=1)) as peft_model,
+        pytest.raises(
+            ValueError, match="skip' holds an adapter of type LAYER_SKIP, in whose place"
+        ),
+    ):
+        save_adapter(peft_model, adapter, "medusa", {})
+    assert {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()} == before
+
+
 def test_transformers_saves_what_decoding_needs(checkpoint, tmp_path):
     """It writes the base's generation config first, which is kept and completed."""
     model = load_checkpoint(checkpoint)

@@ -107,6 +107,17 @@ def test_the_bases_embeddings_go_with_it(fresh: Tiny, tmp_path: Path) -> None:
     assert "embed_tokens.weight" not in load_file(own / "model.safetensors")
 
 
+def test_no_model_is_replaced(fresh: Tiny, tmp_path: Path) -> None:
+    """An earlier export is."""
+    (tmp_path / "out").mkdir()
+    config = tmp_path / "out" / "config.json"
+    config.write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ValueError, match=r"out' is of \['LlamaForCausalLM'\], which would be repl"):
+        exported(fresh, tmp_path, "sglang")
+    config.unlink()
+    assert exported(fresh, tmp_path, "sglang") == exported(fresh, tmp_path, "sglang")
+
+
 def test_the_base_has_its_public_name(fresh: Tiny, tmp_path: Path) -> None:
     """Whether the adapter has it, or the model that is given."""
     names = [("org/base", str(tmp_path)), (str(tmp_path), "org/base"), (str(tmp_path), "/other")]

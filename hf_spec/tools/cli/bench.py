@@ -386,10 +386,11 @@ def search(
 
     require("search", "optuna", "scipy")
 
-    from hf_spec.tools.search import LayerSearch
+    from hf_spec.methods.registry import get_method
+    from hf_spec.tools.search import STRATEGY, LayerSearch
 
     chosen, others = _divided(read_prompts(prompts), limit, held_out)
-    check_writable(output)
+    check_writable(output, get_method(STRATEGY).peft_type)
 
     from hf_spec.files import writing
 

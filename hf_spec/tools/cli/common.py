@@ -207,8 +207,13 @@ def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str)
     return name
 
 
-def check_writable(folder: Path) -> None:
-    """Make the output folder; raise a ValueError if files cannot be written into it."""
+def check_writable(folder: Path, kind: str | None = None) -> None:
+    """Make the output folder; raise a ValueError if files cannot be written into it, or those of an
+    adapter of type ``kind`` would replace others there."""
+    if kind is not None:
+        from hf_spec.adapters.config import check_replaces
+
+        check_replaces(folder, kind)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):

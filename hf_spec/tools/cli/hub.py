@@ -150,6 +150,7 @@ def import_(
     else:
         path = work.find_published(file, work.importable(kind)[1].wants)
     options = opt.stored_kwargs_of(kind, strategy_kwargs)
+    check_writable(output, work.importable(kind)[0].peft_type)
     echo(f"adapter: {work.import_adapter(path, kind, model, output, options, given)}")
     named, folder = quote(model), quote(str(output))
     echo(f"check it: hf-spec check {folder} --model {named}")
@@ -183,6 +184,8 @@ def export(
     name = model or read_json(folder / CONFIG).get("base_model_name_or_path")
     if not name:
         raise ValueError(f"{str(folder)!r} does not name its base model: give --model")
+    if (output / CONFIG).is_file():
+        raise ValueError(f"--output {str(output)!r} is an adapter's folder: give another one")
     check_writable(output)
     base, _ = load_model(name, dtype, device, pack=False)
     echo(f"written: {work.export_adapter(folder, form, base, output)}")

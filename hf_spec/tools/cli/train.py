@@ -422,7 +422,7 @@ def train(
     adapter_config = given.config_of(chosen, config, adapter)
     options = opt.stored_kwargs_of(method, strategy_kwargs)
     given.spec_arguments(chosen, output, adapter_config, **arguments)
-    check_writable(output)
+    check_writable(output, chosen.peft_type)
 
     from hf_spec.tools.data import hub_name
     from hf_spec.tools.training import train as work
