@@ -381,11 +381,12 @@ def train(
     There are three kinds of further options. 'hf-spec train METHOD --help' lists the fields of the
     method's adapter config (--num-heads 3), and --held-out, --max-length and others. Every
     field of transformers.TrainingArguments is also an option (--max-steps, --num-train-epochs,
-    --learning-rate, --per-device-train-batch-size, --seed, --eval-steps, --report-to tensorboard);
-    --optim may also be muon. Training uses transformers' Trainer, so 'accelerate launch' runs it on
-    several devices. Each evaluation decodes held-out prompts. The checkpoint of the largest tau is
-    kept, or that of the smallest loss if the method fine-tunes the model. The base model is not
-    changed, unless a field of the config says so.
+    --learning-rate, --per-device-train-batch-size, --seed, --eval-steps, --report-to tensorboard)
+    but output_dir, resume_from_checkpoint and those of uploads; --optim may also be muon. Training
+    uses transformers' Trainer, so 'accelerate launch' runs it on several devices. Each evaluation
+    decodes held-out prompts. The checkpoint of the largest tau is kept, or that of the smallest
+    loss if the method fine-tunes the model. The base model is not changed, unless a field of the
+    config says so.
 
     \b
     Examples:
@@ -570,7 +571,7 @@ def parse_options(
         raise ValueError(
             f"'hf-spec train {method}' has no option {word!r}{nearest(word, map(_option, names))}; "
             f"fields of its config are {', '.join(map(_option, fields))}; see 'hf-spec train "
-            "--help' for the others"
+            f"{method} --help' for the others, beside those of transformers.TrainingArguments"
         )
     arguments = {name: value for name, value in vars(found).items() if value is not absent}
     config = {name: arguments.pop(name) for name in fields if name in arguments}
