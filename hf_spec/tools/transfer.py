@@ -34,7 +34,7 @@ from hf_spec.modeling_patches.weights import FP8, SCALES, dequantized, placement
 from hf_spec.tools.formats.tables import CONFIG as MODEL_CONFIG
 from hf_spec.tools.formats.tables import Reader, Writer, formats_of
 from hf_spec.tools.hub import CONFIG, attached, is_repository, save_adapter, write_card
-from hf_spec.tools.loading import model_without_weights
+from hf_spec.tools.loading import model_without_weights, quiet_hub
 
 SAFE = ".safetensors"
 #: Suffixes of checkpoint files; a name that ends in one is no repository.
@@ -91,19 +91,21 @@ def find_published(place: str, wants: Callable[[str], bool], files: Sequence[str
     path, origin, where = Path(place), Origin(place), ""
     if path.is_file():
         return path
+    quiet_hub()
     named = is_repository(place) and place.count("/") == 1 and path.suffix not in SUFFIXES
     if not path.is_dir() and not named:
         raise ValueError(f"there is no file {place!r}, nor a folder of this name")
     for name in files:
         try:
-            file = origin.file(name)
+            file = origin.file(name, ask=not where)
             if file is not None:
                 for shard in _shards(file, wants) if name.endswith(INDEX) else ():
-                    origin.file(shard)
+                    if origin.file(shard, ask=not where) is None and where:
+                        raise LocalEntryNotFoundError(shard)
                 with suppress(LocalEntryNotFoundError):  # some layouts have none
-                    origin.file(MODEL_CONFIG)
+                    origin.file(MODEL_CONFIG, ask=not where)
                 return file
-        except LocalEntryNotFoundError:
+        except LocalEntryNotFoundError:  # is not asked again
             where = " in the local cache, and the Hub cannot be reached"
         except OSError as error:
             raise ValueError(f"cannot read {place!r}: {first_line(error)}") from error
