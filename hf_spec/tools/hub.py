@@ -332,6 +332,8 @@ def write_card(
     """Write ``README.md`` (:func:`render_card`), whose path is returned, and
     ``custom_generate/generate.py`` to an adapter folder. Of a card that is there, metadata which
     nothing else says stays."""
+    if repository is not None:
+        validate_repo_id(repository)
     text = render_card(folder, repository, base_model, **metadata)
     if (folder / CARD).is_file():
         text = _completed(text, (folder / CARD).read_text(encoding="utf-8"))

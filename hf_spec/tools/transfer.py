@@ -5,7 +5,6 @@ This module reads and writes files; methods know what the tensors mean (``Method
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +175,6 @@ def convert(
     given stand in place of what the checkpoint says, or does not say."""
     method, reader = importable(method_name)
     assert method.adapter_config is not None
-    for name in given or ():
-        check_choice("field", name, [one.name for one in fields_of(method.adapter_config)])
     with explained(f"cannot import {str(path)!r}", ValueError, RuntimeError, *UNFIT):
         # With the scales of those that are stored as 8-bit floats.
         tensors = read_published(path, lambda name: reader.wants(name.removesuffix(SCALES)))

@@ -210,7 +210,14 @@ def bench(
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
     repetition_penalty: RepetitionPenalty = None,
-    seed: opt.Seed = 0,
+    seed: Annotated[
+        int,
+        Option(
+            min=0,
+            max=opt.MAX_SEED,
+            help="Of the tokens that --do-sample draws, and of --synthetic-acceptance.",
+        ),
+    ] = 0,
     device: opt.Device = None,
     threads: opt.Threads = None,
     pack_weights: PackWeights = True,
@@ -365,7 +372,9 @@ def search(
     max_new_tokens: Annotated[int, Option(min=2, help="New tokens per prompt.")] = 64,
     dtype: opt.Dtype = NATIVE,
     num_draft_tokens: NumDraftTokens = 12,
-    seed: opt.Seed = 0,
+    seed: Annotated[
+        int, Option(min=0, max=opt.MAX_SEED, help="Of the choices that are tried.")
+    ] = 0,
     device: opt.Device = None,
     threads: opt.Threads = None,
 ) -> None:

@@ -74,7 +74,8 @@ Kwargs = Annotated[str | None, Option(help="Options of the strategy, JSON or NAM
 StoredKwargs = Annotated[
     str | None, Option(help="Options of the strategy, JSON or NAME=JSON; stored with the adapter.")
 ]
-Seed = Annotated[int, Option(help="Seed of the sampling, or of the search.")]
+#: The largest seed that all generators take.
+MAX_SEED = 2**32 - 1
 DoSample = Annotated[bool, Option("--do-sample", help="Sample instead of greedy decoding.")]
 OF_SAMPLING = "With --do-sample.  [default: the model's]"
 Temperature = Annotated[float | None, Option(help=OF_SAMPLING)]

@@ -153,7 +153,14 @@ def distill(
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
-    seed: opt.Seed = 0,
+    seed: Annotated[
+        int,
+        Option(
+            min=0,
+            max=opt.MAX_SEED,
+            help="Of the tokens that --do-sample draws, and of the prompts that the model writes.",
+        ),
+    ] = 0,
     do_sample: opt.DoSample = False,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
