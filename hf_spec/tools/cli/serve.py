@@ -100,8 +100,8 @@ def serve(
         Option(
             "--strategy",
             "--strategies",
-            help="For requests that name none; or auto, or none.  [default: the adapter's, "
-            "else auto; with several adapters none]",
+            help="Strategy for requests that name none; auto picks one, none is plain generate.  "
+            "[default: the adapter's, else auto; with several adapters none]",
         ),
     ] = None,
     strategy_kwargs: Annotated[
