@@ -17,7 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from peft import PeftModel, get_peft_model
 from running import configured
 from tiny_checkpoint import load_checkpoint
-from transformers import GenerationMixin
+from transformers import AutoTokenizer, GenerationMixin
 
 import hf_spec
 from hf_spec.adapters.config import shim_text
@@ -303,8 +303,18 @@ def test_card_with_results_of_something_else(adapter, text):
         render_card(adapter)
 
 
-def test_the_cards_example_runs(adapter, monkeypatch, capsys):
-    """Install line first, then code that starts with ``import hf_spec``."""
+@pytest.mark.parametrize("template", [None, "chat: {{ messages[0].content }}"])
+def test_the_cards_example_runs(adapter, monkeypatch, capsys, template):
+    """Install line first, then code that starts with ``import hf_spec``; a model for chats is asked
+    in its template."""
+    load = AutoTokenizer.from_pretrained
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        tokenizer = load(*args, **kwargs)
+        tokenizer.chat_template = template
+        return tokenizer
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", loaded)
     card = (adapter / "README.md").read_text()
     blocks = re.findall(r"```(\w+)\n(.*?)```", card, re.DOTALL)
     assert blocks[0] == ("bash", f"{INSTALL}\n")
@@ -313,8 +323,9 @@ def test_the_cards_example_runs(adapter, monkeypatch, capsys):
     monkeypatch.chdir(adapter.parent)  # the folder's name stands for the repository's
     capsys.readouterr()
     exec(compile(code, "README.md", "exec"), {"__name__": "card"})
-    tau = float(capsys.readouterr().out.splitlines()[-1].split()[0])
-    assert tau >= 1.0
+    *answer, last = capsys.readouterr().out.splitlines()
+    assert float(last.split()[0]) >= 1.0
+    assert ("chat: Explain" in "\n".join(answer)) == bool(template)
 
 
 def test_hf_spec_card(adapter, capsys):
