@@ -161,7 +161,8 @@ def import_(
     fields = added_fields(method.adapter_config, SpecPeftConfig)
     check_names(f"--config: the adapter of {kind!r}", given, fields)
     options = opt.stored_kwargs_of(kind, strategy_kwargs)
-    check_writable(output, method.peft_type)
+    if output.exists():  # else nothing is made before the checkpoint has been read
+        check_writable(output, method.peft_type)
     echo(f"adapter: {work.import_adapter(path, kind, model, output, options, given)}")
     named, folder = quote(model), quote(str(output))
     echo(f"check it: hf-spec check {folder} --model {named}")
