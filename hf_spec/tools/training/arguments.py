@@ -156,8 +156,12 @@ def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> S
         remedy = OWNED.get("push_to_hub" if name.startswith("hub_") else name)
         if remedy is not None:
             raise ValueError(f"{name}={given[name]!r}: {remedy}.")
-        if name in ("eval_strategy", "save_strategy") and given[name] == "no":
-            raise ValueError(f"{name}='no': a training evaluates and saves. Leave {name} out.")
+        keeps_best = given.get("load_best_model_at_end", True)
+        if name in ("eval_strategy", "save_strategy") and given[name] == "no" and keeps_best:
+            raise ValueError(
+                f"{name}='no': a training evaluates and saves, as the best checkpoint is kept. "
+                f"Leave {name} out."
+            )
     for name in given if method.fit is not None else ():
         if name not in OF_ONE_PASS:
             raise ValueError(
