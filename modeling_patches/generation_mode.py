@@ -60,8 +60,8 @@ class Mode(NamedTuple):
         decode: called like ``GenerationMixin._sample``, with the model as first argument.
         validate: ``validate(model, generation_config, mode_kwargs)``, before inputs are prepared,
             raises an error if ``decode`` does not support the call.
-        loaded: called with each loaded configuration that has the first attribute set, and its
-            folder or repository.
+        loaded: called with each loaded configuration that has the first attribute set, unless the
+            other ones are given beside its name, and with its folder or repository.
         custom: a callable for ``custom_generate``, or for a ``functools.partial`` that is given
             there: it stands for the mode, which gets all arguments of ``generate``, whereas a
             callable gets neither ``assistant_model``, ``streamer`` nor ``tokenizer``.
@@ -144,7 +144,8 @@ def _wrap_configs(mode: Mode, member: Any) -> None:
     def from_pretrained(original: Any, cls: Any, place: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(cls, place, *args, **kwargs)
         config = found[0] if isinstance(found, tuple) else found  # with unused keywords
-        if mode.option(config) is not None:
+        given = kwargs.keys() & {*mode.attributes[1:]}
+        if mode.option(config) is not None and not given:
             mode.loaded(config, str(place))
         return found
 

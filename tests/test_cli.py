@@ -180,6 +180,16 @@ def test_what_is_found_out_while_loading_ends_in_one_line(
     assert message in error and error.count("\n") == 1
 
 
+def test_an_interrupt_is_said(monkeypatch, capsys):
+    """Of commands that have nothing to say of their own; with Ctrl-C and with SIGTERM."""
+    for raised in (signal.SIGINT, signal.SIGTERM):
+        monkeypatch.setattr(
+            "hf_spec.tools.cli.doctor._summaries", lambda which=raised: signal.raise_signal(which)
+        )
+        assert cli.main(["strategies"]) == 130
+        assert capsys.readouterr().err == "hf-spec: interrupted\n"
+
+
 def test_progress_in_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with progress_bar("answers") as update:

@@ -41,6 +41,10 @@ MESSAGES = [
     ("search --dtype int3", "--dtype='int3'"),
     ("bench --batch-size 0", "--batch-size '0': must be numbers from 1"),
     ("bench --limit 0", "--limit"),
+    (f"bench --do-sample --seed {10**24}", "'--seed': Input should be less than or equal to 42949"),
+    ("card skip --repository ../../etc", "Repo id must"),
+    ("card skip --license 'mit\nx: y'", "--license 'mit\\nx: y': give a name of the Hub's"),
+    ("card skip --language 'en, a b'", "--language 'a b': give a name of the Hub's, such as mit"),
     ("bench --temperature 0.7", "--temperature needs --do-sample"),
     ("distill --temperature 0.7", "--temperature needs --do-sample"),
     ("distill --do-sample --temperature 0", "--temperature=0.0: must be a number in (0.0"),
@@ -56,6 +60,13 @@ MESSAGES = [
     ("train bita --max-steps 0", "max_steps=0: must be a whole number of at least 1"),
     ("train bita --max-minutes 0", "max_minutes=0.0: must be a number in (0"),
     ("train bita --max-minutes 5 --warmup-steps 9", "a share of the training"),
+    ("train bita --output-dir d", "output_dir='d': checkpoints lie in the adapter's folder. Give"),
+    ("train bita --resume-from-checkpoint d", "goes on from its last checkpoint. Give --resume"),
+    ("train bita --push-to-hub", "push_to_hub=True: 'hf-spec push' uploads an adapter"),
+    ("train bita --hub-model-id a/b", "hub_model_id='a/b': 'hf-spec push' uploads an adapter"),
+    ("train bita --eval-strategy no", "eval_strategy='no': a training evaluates and saves, as"),
+    ("train bita --save-strategy no", "save_strategy='no': a training evaluates and saves, as"),
+    ("train bita --report-to clearml", "report_to: ClearMLCallback requires"),
     ("train bita --model=", "'hf-spec train bita' needs --model"),
     ("train bita --device cuda:1", "--device cuda:1: a training takes the first GPU that it sees"),
     ("doctor --no-measure --prompts a.jsonl", "--prompts with --no-measure: nothing is decoded"),
@@ -76,6 +87,7 @@ MESSAGES = [
     ("distill --strategy none --strategy-kwargs {}", "--strategy-kwargs needs the name of"),
     ("train bita --strategy-kwargs {", "--strategy-kwargs: not JSON"),
     ("train bita --strategy-kwargs '{\"top\": 1}'", "no option 'top'"),
+    ("train bita --strategy-kwargs '{\"lookup_history\": \"f\"}'", "gs: its lookup_history='f' is"),
     # assistants and adapters
     ("bench --strategies transformers:assisted", "needs another model that drafts"),
     ("bench --strategies draft_model", "'draft_model' needs another model that drafts"),
@@ -104,8 +116,18 @@ MESSAGES = [
     ("distill --prompts /nowhere.jsonl", "cannot read '/nowhere.jsonl': No such file"),
     ("distill --prompts a.jsonl", "a.jsonl' are given twice"),
     ("distill --output /dev/null", "cannot write into the folder --output"),
+    ("train bita --output a.jsonl", "cannot write into the folder --output"),
+    ("import a.jsonl --type medusa --output a.jsonl", "cannot write into the folder --output"),
+    ("train bita --output skip", "'skip' holds an adapter of type LAYER_SKIP, in whose place one"),
+    ("import a.jsonl --type medusa --output skip", "would be written. Choose another folder."),
+    ("search --output tuned --dtype float32", "'tuned' holds an adapter of type SPACE, in whose"),
+    ("train bita --output model", "'model' holds a model, in whose place one of type BITA"),
+    ("export eagle --format sglang --model /none --output skip", "'skip' is an adapter's folder"),
+    ("import a.jsonl --type medusa --config '{\"a\": 1}'", "--config: the adapter of 'medusa'"),
+    ("import a.jsonl --type medusa --config '{\"peft_type\": 1}'", "has no option 'peft_type'"),
     ("import absent.pt --type medusa", "there is no file"),
     ("import a.jsonl --type medusa --strategy-kwargs '{\"a\": 1}'", "no option 'a'"),
+    ("import a.jsonl --type medusa --strategy-kwargs '{\"lookup_history\": \"f\"}'", "is a file"),
 ]  # fmt: skip
 
 
@@ -120,6 +142,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hf_spec.SpaceConfig(update="lora").save_pretrained(folder / "tuned")
     hf_spec.SpecConfig("space").save_pretrained(folder / "tuned")
     hf_spec.SpecConfig("space").save_pretrained(folder / "broken")
+    hf_spec.Eagle3Config().save_pretrained(folder / "eagle")
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
     (folder / "broken" / "adapter_config.json").write_text("[1]")

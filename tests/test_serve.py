@@ -207,10 +207,15 @@ def test_what_the_help_says_is_honored(server, base):
 
 @pytest.mark.environment
 @needs_packages
-def test_the_server_goes_on_after_a_bad_request(server):
+def test_the_server_goes_on_after_a_bad_request(server, tmp_path):
     import openai
 
+    here = {"assistant_strategy": "medusa", "assistant_kwargs": {"adapter": str(tmp_path)}}
     refused = {
+        "adapter='.*': a request names no file, folder or repository. Start the server": here,
+        "num_return_sequences=2: the server gives one answer": {
+            "num_return_sequences": 2, "do_sample": True
+        },
         "assistant_strategy='fastest': choose one of": {"assistant_strategy": "fastest"},
         "needs an active adapter of type PPD": {"assistant_strategy": "ppd"},
         "has no option 'widht'": {
@@ -227,6 +232,13 @@ def test_the_server_goes_on_after_a_bad_request(server):
     given = {"generation_config": {"do_sample": False, "max_new_tokens": 4}}
     assert ask(server, PROMPTS[0], extra_body=given) == ask(
         server, PROMPTS[0], **config(**given["generation_config"])
+    )
+    given["generation_config"] |= {
+        "assistant_strategy": "auto",
+        "assistant_kwargs": {"adapter": MEDUSA},
+    }  # the server's own
+    assert ask(server, PROMPTS[0], extra_body=given) == ask(
+        server, PROMPTS[0], **config(max_new_tokens=4)
     )
     with pytest.raises(openai.BadRequestError, match="tokens, and the model's context holds"):
         ask(server, PROMPTS[0] * 10_000)
@@ -456,7 +468,7 @@ def test_models_that_answer_one_request_at_a_time(monkeypatch, checkpoint, capsy
 
 @needs_packages
 def test_a_request_names_no_file(monkeypatch, checkpoint, tmp_path):
-    """But that of the server, which lookups add to."""
+    """But that of the server, which lookups add to; nor an adapter, and gets one answer."""
     model, own = AutoModelForCausalLM.from_pretrained(checkpoint), str(tmp_path / "own")
     served = Served(monkeypatch, True, None, json.dumps({"lookup_history": own}))
     served.load(model)
@@ -467,6 +479,14 @@ def test_a_request_names_no_file(monkeypatch, checkpoint, tmp_path):
         config.assistant_kwargs = {"lookup_history": where}
         with pytest.raises(ValueError, match=message) if message else nullcontext():
             served.check(model, None, inputs, config)
+    for where, message in ((None, None), (str(tmp_path), "request names no file, folder or rep")):
+        config.assistant_strategy, config.assistant_kwargs = "auto", {"adapter": where}
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
+            served.check(model, None, inputs, config)
+    config.assistant_kwargs = {}
+    config.num_return_sequences = 3
+    with pytest.raises(ValueError, match="num_return_sequences=3: the server gives one answer"):
+        served.check(model, None, inputs, config)
     with pytest.raises(ValueError, match="--strategy-kwargs needs the name of a strategy"):
         _prepare_models((), "none", None, False, strategy_kwargs="{}")
 

@@ -19,7 +19,7 @@ from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 
-from hf_spec.adapters.checkpoint import WEIGHTS
+from hf_spec.adapters.checkpoint import CONFIG, WEIGHTS
 from hf_spec.core.checks import (
     INSTALL,
     MAX_RANK,
@@ -190,11 +190,25 @@ def write_companions(folder: str | os.PathLike[str], config_class: Any, shim: bo
         write_atomically(Path(folder) / SHIM, text)
 
 
+def check_replaces(folder: Path, kind: str | None) -> None:
+    """Raise a ValueError if a folder holds a model, or an adapter of another type than ``kind``,
+    whose files one of this type would replace."""
+    found = read_json(folder / CONFIG, optional=True).get("peft_type")
+    model = found is None and (folder / "config.json").is_file()
+    if model or found not in (None, kind):
+        what = "a model" if model else f"an adapter of type {found}"
+        raise ValueError(
+            f"{str(folder)!r} holds {what}, in whose place one of type {kind} would be written. "
+            "Choose another folder."
+        )
+
+
 @contextmanager
-def replacing_adapter(folder: Path) -> Iterator[Path]:
+def replacing_adapter(folder: Path, kind: str | None) -> Iterator[Path]:
     """Give a temporary folder for an adapter's config and weights, which move to ``folder`` after
     the block, unless it raises. Companions stay there; what was measured of an adapter with other
-    weights is removed."""
+    weights is removed. See :func:`check_replaces`."""
+    check_replaces(folder, kind)
     with staging(folder) as temporary:
         yield temporary
         for path in (CARD, GENERATION, SHIM):  # which saving writes, too

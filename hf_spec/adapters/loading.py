@@ -203,20 +203,13 @@ def save_unattached(adapter: Adapter, folder: Path) -> None:
     beside them. What was measured of one with other weights there is removed.
 
     Raises:
-        ValueError: the folder holds an adapter of another type.
+        ValueError: the folder holds an adapter of another type, or a model.
     """
-    kind = type(adapter.config).type_name
-    found = read_json(folder / CONFIG, optional=True).get("peft_type", kind)
-    if found != kind:
-        raise ValueError(
-            f"{str(folder)!r} holds an adapter of type {found}, in whose place one of type {kind} "
-            "would be written. Choose another folder."
-        )
     from safetensors.torch import save_file
 
     config = copy.copy(adapter.config)
     config.inference_mode = True
-    with replacing_adapter(folder) as temporary:
+    with replacing_adapter(folder, config.type_name) as temporary:
         save_file(adapter.for_file(), temporary / WEIGHTS, metadata={"format": "pt"})
         config.save_pretrained(temporary)
     write_companions(folder, type(config))

@@ -54,9 +54,21 @@ class StoredOptions(dict[str, Any]):
         self.source = source
 
 
+def check_stored(options: Mapping[str, Any], source: str) -> None:
+    """Raise a ValueError if options from a repository or folder, or that are to be stored in one,
+    name a file, which calls would write to. ``source`` says what they are."""
+    where = options.get("lookup_history")
+    if isinstance(where, str):
+        raise ValueError(
+            f"{source}: its lookup_history={where!r} is a file of the machine. Take it out, and "
+            "give it in the assistant_kwargs of calls."
+        )
+
+
 def note_source(config: GenerationConfig, source: str) -> None:
-    """Record where the options of a loaded configuration came from."""
+    """Record where the options of a loaded configuration came from; see :func:`check_stored`."""
     if isinstance(config.assistant_kwargs, dict):
+        check_stored(config.assistant_kwargs, f"the configuration of {source!r}")
         config.assistant_kwargs = StoredOptions(config.assistant_kwargs, source)
 
 
@@ -90,7 +102,7 @@ class SpecConfig(GenerationConfig):
         assistant_strategy: name of a strategy (``hf_spec.strategies()`` lists them), or ``auto``:
             the call's assistant model drafts, else the adapter that the call names, else the active
             adapter, each with the options stored beside it, else MTP layers of the model's own
-            checkpoint, else prompt lookup.
+            checkpoint, else `token_recycling`.
         assistant_kwargs: its options.
         **kwargs: everything a ``GenerationConfig`` takes.
 
@@ -175,12 +187,6 @@ class SpecConfig(GenerationConfig):
                 f"{cannot}: its {file.name} names no assistant_strategy, as a model's own does "
                 "not. Give an adapter's folder, or the strategy: "
                 f"SpecConfig.from_pretrained({name!r}, assistant_strategy={AUTO!r})."
-            )
-        stored = {} if "assistant_kwargs" in kwargs else config.assistant_kwargs or {}
-        if isinstance(stored.get("lookup_history"), str):  # which calls would write to
-            raise ValueError(
-                f"{cannot}: its lookup_history={stored['lookup_history']!r} is a file of the "
-                "machine. Take it out of the configuration, and give it in assistant_kwargs."
             )
         return found
 
@@ -271,15 +277,18 @@ def _obstacle(model: Any, name: str, included: Any) -> str | None:
 
 
 def _stored(adapter: Adapter, strategy: str) -> StoredOptions:
-    """The options stored beside an adapter's weights; empty if there are none."""
+    """The options stored beside an adapter's weights; empty if there are none. See
+    :func:`check_stored`."""
+    found = StoredOptions()
     with suppress(OSError, ValueError, AttributeError):
         origin = adapter.origin
         path = None if origin is None else origin.file(GENERATION)
         data = {} if path is None else read_json(path)
         if origin is not None and data.get("assistant_strategy") == strategy:
             options = get_method(strategy).today(data.get("assistant_kwargs") or {})
-            return StoredOptions(options, origin.place)
-    return StoredOptions()
+            found = StoredOptions(options, origin.place)
+    check_stored(found, f"the configuration of {found.source!r}")
+    return found
 
 
 # -- Compiled steps: when a call uses them, and which options they allow ---------------------------

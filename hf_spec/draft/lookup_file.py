@@ -61,10 +61,11 @@ class AnswerFile:
     Args:
         path: of the file, which is made if there is none.
         facts: those of the model (:func:`tokenizer_facts`), which the file must have, too.
-        fixed: whether a new file is one to which no answers of calls are added.
+        fixed: whether no answers of calls are added to the file from now on; those of processes
+            that have opened it before are.
 
     Attributes:
-        fixed: the same of a file that there is.
+        fixed: whether the file says so, or cannot be written.
         size: tokens that were given, without those that were dropped.
 
     Raises:
@@ -80,16 +81,19 @@ class AnswerFile:
         self._mode = "rwc" if written else "ro"
         try:
             with self._open() as rows:
-                known = self._known(rows, {**facts, "fixed": fixed})
+                known = self._known(rows, facts)
+                other = [name for name in facts if known.get(name) != facts[name]]
+                if fixed and not other:
+                    rows.execute("insert or replace into facts values ('fixed', 'true')")
+                    known["fixed"] = True
         except sqlite3.Error as error:
             raise ValueError(
                 f"{str(path)!r} must be a new file, or one of earlier answers for lookups: "
                 f"{first_line(error)}"
             ) from error
-        self.fixed = bool(known.pop("fixed", False)) or not written
-        other = {name: known.get(name) for name in facts if known.get(name) != facts[name]}
+        self.fixed = bool(known.get("fixed", False)) or not written
         if other:
-            differ = ", ".join(f"{name} {other[name]!r}, not {facts[name]!r}" for name in other)
+            differ = ", ".join(f"{name} {known.get(name)!r}, not {facts[name]!r}" for name in other)
             raise ValueError(
                 f"{str(path)!r} holds the tokens of another tokenizer ({differ}): give a file of "
                 "its own to each."

@@ -38,6 +38,7 @@ from hf_spec.adapters.config import (
     shim_text,
 )
 from hf_spec.core.checks import INSTALL, explained, first_line, names_its_files
+from hf_spec.decoding.call import check_stored
 from hf_spec.draft.options import ACCEPTANCE_RULES, CHAIN
 from hf_spec.files import is_path, read_json, write_atomically
 from hf_spec.methods.registry import Method, get_method
@@ -50,7 +51,9 @@ REQUIRED = (CONFIG, WEIGHTS, GENERATION, CARD)
 #: What was measured of the adapter.
 SEARCH, TRAINING, RESULTS = MEASURED
 #: Files that are uploaded if they exist; the shim is always written anew.
-OPTIONAL = (*MEASURED, "*.png", "LICENSE")
+OPTIONAL = (*MEASURED, "*.png", "*.svg", "LICENSE")
+#: The folders of a path of this machine, in a text.
+FOLDERS = re.compile(r"""(?:^|(?<=[\s"'=]))(?:~[^/\s]*|\.{1,2})?/(?=[^\s/])(?:[^/"'=]*/)*""")
 #: Weights in formats that run code when they are loaded.
 UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
@@ -61,7 +64,7 @@ def save_adapter(
 ) -> None:  # fmt: skip
     """Write the adapter ``default`` of a ``PeftModel`` with its ``SpecConfig``: all of a folder but
     the card. ``state`` is the model's state dict, where its own tensors are sharded."""
-    with replacing_adapter(folder) as temporary:
+    with replacing_adapter(folder, get_method(strategy).peft_type) as temporary:
         model.save_pretrained(temporary, state_dict=state, save_embedding_layers=False)
     save_spec_config(folder, strategy, options)
 
@@ -99,7 +102,9 @@ def attached(
 
 
 def save_spec_config(folder: Path, strategy: str, options: dict[str, Any]) -> None:
-    """Write ``generation_config.json``, and the shim with the same strategy and options."""
+    """Write ``generation_config.json``, and the shim with the same strategy and options; a
+    ValueError if they name a file (:func:`check_stored`)."""
+    check_stored(options, f"the configuration of {str(folder)!r}")
     config = hf_spec.SpecConfig(assistant_strategy=strategy, assistant_kwargs=options)
     write_atomically(folder / GENERATION, config.to_json_string())
     write_shim(folder)
@@ -120,6 +125,7 @@ def read_spec_config(folder: Path) -> tuple[Method, dict[str, Any]]:
         raise ValueError(f"{str(folder / GENERATION)!r} names no assistant_strategy")
     method = get_method(strategy)
     method.parse_options(options)
+    check_stored(options, f"the configuration of {str(folder)!r}")
     return method, options
 
 
@@ -326,6 +332,8 @@ def write_card(
     """Write ``README.md`` (:func:`render_card`), whose path is returned, and
     ``custom_generate/generate.py`` to an adapter folder. Of a card that is there, metadata which
     nothing else says stays."""
+    if repository is not None:
+        validate_repo_id(repository)
     text = render_card(folder, repository, base_model, **metadata)
     if (folder / CARD).is_file():
         text = _completed(text, (folder / CARD).read_text(encoding="utf-8"))
@@ -419,8 +427,8 @@ def files_to_upload(
     folder: Path, repository: str, base_model: str | None = None, **metadata: Any
 ) -> dict[str, str | bytes]:
     """Paths of the files to upload, by their names there; or contents, in which the names of
-    repository and base model are set, and the card's ``metadata``. Needs no network; a ValueError
-    says what is missing or wrong."""
+    repository and base model are set, and the card's ``metadata``, and paths of this machine have
+    lost their folders. Needs no network; a ValueError says what is missing or wrong."""
     if repository.count("/") != 1:
         raise ValueError(f"{repository!r} is no repository: give owner/name")
     validate_repo_id(repository)
@@ -441,7 +449,21 @@ def files_to_upload(
         # Only the name is replaced, as the file may have fields of a newer release.
         config["base_model_name_or_path"] = base_model
         found[CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode()
+    for name in found.keys() & set(MEASURED):
+        record = _without_folders(read_json(folder / name), named, base_model or named)
+        found[name] = json.dumps(record, indent=1).encode()
     method, options = read_spec_config(folder)
     found[SHIM] = shim_text(method.name, options, method.peft_type, repository).encode()
     found[CARD] = renewed_card(folder, repository, base_model, **metadata).encode()
     return found
+
+
+def _without_folders(value: Any, base: str | None, public: str | None) -> Any:
+    """What JSON holds, with the base model's public name, and without folders of this machine."""
+    if isinstance(value, dict):
+        return {name: _without_folders(one, base, public) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(one, base, public) for one in value]
+    if not isinstance(value, str):
+        return value
+    return public if base and value == base else FOLDERS.sub("", value)

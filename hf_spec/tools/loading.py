@@ -91,13 +91,11 @@ def model_without_weights(path: str) -> Any:
 @contextmanager
 def _explained(path: str) -> Iterator[None]:
     """Within the block, a model is loaded; a ValueError says why it cannot be."""
-    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils.logging import disable_progress_bar
 
     check_model(path)
     disable_progress_bar()
-    # Its retries would bury the one line that says what is wrong.
-    hub_logging.set_verbosity_error()
+    quiet_hub()
     folder = Path(path)
     kinds = OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError
     with explained(f"cannot load model {path!r}", *kinds):
@@ -106,6 +104,14 @@ def _explained(path: str) -> Iterator[None]:
         if (folder / CONFIGS[1]).is_file() and not any(folder.glob("tokenizer*")):
             raise ValueError("it is an adapter without a tokenizer; give its base model")
         yield
+
+
+def quiet_hub() -> None:
+    """Let the Hub's library log errors only: its retries would bury the one line that says what is
+    wrong."""
+    from huggingface_hub.utils import logging as hub_logging
+
+    hub_logging.set_verbosity_error()
 
 
 def check_model(path: str) -> None:
@@ -171,6 +177,7 @@ def read_adapters(paths: Iterable[str]) -> list[Adapter]:
     import hf_spec
     from hf_spec.methods.registry import get_method
 
+    quiet_hub()
     adapters = []
     for index, path in enumerate(paths):
         with explained(f"cannot read adapter {path!r}", *BROKEN):

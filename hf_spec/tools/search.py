@@ -205,7 +205,8 @@ class LayerSearch:
 
 def open_study(folder: Path, seed: int = 0) -> Any:
     """The Optuna study in a folder, created if there is none; a ValueError if it cannot be read."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # What ends a trial is raised, and an interrupt is no warning.
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     backend = optuna.storages.journal.JournalFileBackend(str(folder / STUDY_FILE))
     what = f"cannot use {STUDY_FILE} in {str(folder)!r}, give another folder"
     with explained(what, OSError, ValueError, KeyError, AssertionError):  # Optuna's, too

@@ -5,7 +5,6 @@ This module reads and writes files; methods know what the tensors mean (``Method
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,14 @@ from hf_spec.adapters.checkpoint import (
 from hf_spec.adapters.layer import layer_of
 from hf_spec.adapters.loading import require_active
 from hf_spec.core.checks import UNFIT, check_choice, explained, first_line, names_its_files
+from hf_spec.decoding.call import check_stored
 from hf_spec.files import read_json, staging, write_json
 from hf_spec.methods.registry import Method, methods
 from hf_spec.modeling_patches.weights import FP8, SCALES, dequantized, placement, renamed
 from hf_spec.tools.formats.tables import CONFIG as MODEL_CONFIG
 from hf_spec.tools.formats.tables import Reader, Writer, formats_of
 from hf_spec.tools.hub import CONFIG, attached, is_repository, save_adapter, write_card
-from hf_spec.tools.loading import model_without_weights
+from hf_spec.tools.loading import model_without_weights, quiet_hub
 
 SAFE = ".safetensors"
 #: Suffixes of checkpoint files; a name that ends in one is no repository.
@@ -90,19 +90,21 @@ def find_published(place: str, wants: Callable[[str], bool], files: Sequence[str
     path, origin, where = Path(place), Origin(place), ""
     if path.is_file():
         return path
+    quiet_hub()
     named = is_repository(place) and place.count("/") == 1 and path.suffix not in SUFFIXES
     if not path.is_dir() and not named:
         raise ValueError(f"there is no file {place!r}, nor a folder of this name")
     for name in files:
         try:
-            file = origin.file(name)
+            file = origin.file(name, ask=not where)
             if file is not None:
                 for shard in _shards(file, wants) if name.endswith(INDEX) else ():
-                    origin.file(shard)
+                    if origin.file(shard, ask=not where) is None and where:
+                        raise LocalEntryNotFoundError(shard)
                 with suppress(LocalEntryNotFoundError):  # some layouts have none
-                    origin.file(MODEL_CONFIG)
+                    origin.file(MODEL_CONFIG, ask=not where)
                 return file
-        except LocalEntryNotFoundError:
+        except LocalEntryNotFoundError:  # is not asked again
             where = " in the local cache, and the Hub cannot be reached"
         except OSError as error:
             raise ValueError(f"cannot read {place!r}: {first_line(error)}") from error
@@ -173,8 +175,6 @@ def convert(
     given stand in place of what the checkpoint says, or does not say."""
     method, reader = importable(method_name)
     assert method.adapter_config is not None
-    for name in given or ():
-        check_choice("field", name, [one.name for one in fields_of(method.adapter_config)])
     with explained(f"cannot import {str(path)!r}", ValueError, RuntimeError, *UNFIT):
         # With the scales of those that are stored as 8-bit floats.
         tensors = read_published(path, lambda name: reader.wants(name.removesuffix(SCALES)))
@@ -229,6 +229,7 @@ def import_adapter(
     an adapter folder with a card and options; returns ``output``."""
     method, reader = importable(method_name)
     method.parse_options(options)
+    check_stored(options or {}, "options")
     config, tensors = convert(path, method_name, given)
     model = base_outline(base, tensors) if isinstance(base, str) else base
     if reader.share is not None:
@@ -274,6 +275,12 @@ def export_adapter(folder: Path, form: str, model: Any, output: Path) -> Path:
     with attached(model, None, trained=folder) as peft_model:
         name = peft_model.active_peft_config.type_name
         files = make(model, require_active(model, name, name.lower()))
+        old = read_json(output / MODEL_CONFIG, optional=True)
+        if old and old.get("architectures") != files[MODEL_CONFIG]["architectures"]:
+            raise ValueError(
+                f"the {MODEL_CONFIG} in {str(output)!r} is of {old.get('architectures')}, which "
+                "would be replaced. Choose another folder."
+            )
         with staging(output) as temporary:
             for file, content in files.items():
                 if not file.endswith(SAFE):

@@ -15,7 +15,9 @@ import torch
 from adapter_oracle import lent
 from conftest import check_same, prompt, ragged
 from forks import Program
+from peft import get_peft_model
 from running import drafting
+from transformers import AutoModelForCausalLM
 
 import hf_spec
 from hf_spec.draft import lookup_file
@@ -290,6 +292,23 @@ def test_a_stored_configuration_names_no_file(tmp_path: Path) -> None:
         hf_spec.SpecConfig.from_pretrained(tmp_path)
     config = hf_spec.SpecConfig.from_pretrained(tmp_path, assistant_kwargs=options)
     assert config.assistant_kwargs == options
+
+
+@pytest.mark.parametrize("kind", ["adapter", "model"])
+def test_a_download_makes_calls_write_no_file(fresh: Any, tmp_path: Path, kind: str) -> None:
+    """Neither the options beside an adapter that ``auto`` takes, nor a model's own."""
+    model, place, stored = fresh("llama"), tmp_path / "answers", tmp_path / "stored"
+    if kind == "adapter":
+        get_peft_model(fresh("llama"), hf_spec.MedusaConfig(num_heads=2)).save_pretrained(stored)
+    else:
+        model.save_pretrained(stored)
+    hf_spec.SpecConfig("medusa", {"lookup_history": str(place)}).save_pretrained(stored)
+    with pytest.raises(ValueError, match="stored': its lookup_history='.*answers' is a file"):
+        if kind == "model":
+            AutoModelForCausalLM.from_pretrained(stored)
+        model.load_adapter(str(stored))
+        model.generate(torch.tensor([[5, 4, 3]]), assistant_strategy="auto", max_new_tokens=3)
+    assert not place.exists()
 
 
 def test_bad_values() -> None:

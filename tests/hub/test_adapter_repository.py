@@ -17,7 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from peft import PeftModel, get_peft_model
 from running import configured
 from tiny_checkpoint import load_checkpoint
-from transformers import GenerationMixin
+from transformers import AutoTokenizer, GenerationMixin
 
 import hf_spec
 from hf_spec.adapters.config import shim_text
@@ -111,6 +111,19 @@ def test_peft_saves_what_decoding_needs(checkpoint, tmp_path):
     assert hf_spec.SpecConfig.from_pretrained(tmp_path).assistant_kwargs == OPTIONS
 
 
+def test_no_file_of_the_machine_is_stored(adapter):
+    """Nor used, if somebody else has stored it; it would be uploaded, too."""
+    message = "skip': its lookup_history='/my/file' is a file of the machine. Take it out, and"
+    before = (adapter / "generation_config.json").read_text()
+    with pytest.raises(ValueError, match=message):
+        save_spec_config(adapter, "layer_skip", {"lookup_history": "/my/file"})
+    assert (adapter / "generation_config.json").read_text() == before
+    spec(adapter, assistant_kwargs={"lookup_history": "/my/file"})
+    for work in (check_complete, write_card):
+        with pytest.raises(ValueError, match=message):
+            work(adapter)
+
+
 def test_other_weights_have_not_been_measured(checkpoint, adapter):
     model, file = load_checkpoint(checkpoint), adapter / "results.json"
     for rank, measured in ((0, True), (2, False)):
@@ -118,6 +131,18 @@ def test_other_weights_have_not_been_measured(checkpoint, adapter):
         with attached(model, config) as peft_model:
             save_adapter(peft_model, adapter, "layer_skip", OPTIONS)
         assert file.is_file() == measured
+
+
+def test_an_adapter_of_another_type_is_not_replaced(checkpoint, adapter):
+    before = {path: path.read_bytes() for path in adapter.rglob("*") if path.is_file()}
+    with (
+        attached(load_checkpoint(checkpoint), hf_spec.MedusaConfig(num_heads=1)) as peft_model,
+        pytest.raises(
+            ValueError, match="skip' holds an adapter of type LAYER_SKIP, in whose place"
+        ),
+    ):
+        save_adapter(peft_model, adapter, "medusa", {})
+    assert {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()} == before
 
 
 def test_transformers_saves_what_decoding_needs(checkpoint, tmp_path):
@@ -278,8 +303,18 @@ def test_card_with_results_of_something_else(adapter, text):
         render_card(adapter)
 
 
-def test_the_cards_example_runs(adapter, monkeypatch, capsys):
-    """Install line first, then code that starts with ``import hf_spec``."""
+@pytest.mark.parametrize("template", [None, "chat: {{ messages[0].content }}"])
+def test_the_cards_example_runs(adapter, monkeypatch, capsys, template):
+    """Install line first, then code that starts with ``import hf_spec``; a model for chats is asked
+    in its template."""
+    load = AutoTokenizer.from_pretrained
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        tokenizer = load(*args, **kwargs)
+        tokenizer.chat_template = template
+        return tokenizer
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", loaded)
     card = (adapter / "README.md").read_text()
     blocks = re.findall(r"```(\w+)\n(.*?)```", card, re.DOTALL)
     assert blocks[0] == ("bash", f"{INSTALL}\n")
@@ -288,8 +323,9 @@ def test_the_cards_example_runs(adapter, monkeypatch, capsys):
     monkeypatch.chdir(adapter.parent)  # the folder's name stands for the repository's
     capsys.readouterr()
     exec(compile(code, "README.md", "exec"), {"__name__": "card"})
-    tau = float(capsys.readouterr().out.splitlines()[-1].split()[0])
-    assert tau >= 1.0
+    *answer, last = capsys.readouterr().out.splitlines()
+    assert float(last.split()[0]) >= 1.0
+    assert ("chat: Explain" in "\n".join(answer)) == bool(template)
 
 
 def test_hf_spec_card(adapter, capsys):
@@ -407,6 +443,7 @@ def uploaded(hub: Mock) -> dict[str, bytes]:
 def test_push(adapter, hub, capsys):
     (adapter / "study.jsonl").write_text("stays here")
     (adapter / "search.png").write_bytes(b"png")
+    (adapter / "tau.svg").write_text("<svg/>")
     write_card(adapter)
     shutil.rmtree(adapter / "custom_generate")  # is rendered on the way
     before = {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()}
@@ -426,6 +463,7 @@ def test_push(adapter, hub, capsys):
     assert set(files) == {
         "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "README.md",
         "custom_generate/generate.py", "results.json", "search.png",
+        "tau.svg",
     }  # fmt: skip
     assert b"'repository': 'org/skip'" in files["custom_generate/generate.py"]
     card = files["README.md"].decode()
@@ -433,6 +471,38 @@ def test_push(adapter, hub, capsys):
     assert str(adapter.parent) not in card
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "org/base"
     assert {p: p.read_bytes() for p in adapter.rglob("*") if p.is_file()} == before
+
+
+def test_what_is_uploaded_says_nothing_of_this_machine(adapter, checkpoint, hub):
+    """Folders are left out wherever there are some, and the base has its public name."""
+    home, base = str(adapter.parent), str(checkpoint)
+    data = results()
+    data["environment"] |= {
+        "model": base, "prompts": f"{home}/dev prompts/test.jsonl", "dataset": None,
+        "argv": [
+            "hf-spec", "bench", "--prompts", "../mine/test.jsonl", f"--adapter={home}/a/b",
+            "--strategy-kwargs", f'{{"adapter": "{home}/c"}}', "org/data/config", "http://x/y/z",
+        ],
+    }  # fmt: skip
+    (adapter / "results.json").write_text(json.dumps(data))
+    record = {"base_model": base, "data": {"provenance": {"model": base, "adapter": "~/my/heads"}}}
+    (adapter / "search.json").write_text(json.dumps({"environment": data["environment"]}))
+    (adapter / "training.json").write_text(json.dumps(record))
+    (adapter / "README.md").write_text("# Mine")  # a card of ours needs more of a training
+    push(adapter, "org/skip", base_model="org/base")
+    files = uploaded(hub)
+    assert not [name for name, text in files.items() if home.encode() in text]
+    where = json.loads(files["results.json"])["environment"]
+    assert where == json.loads(files["search.json"])["environment"]
+    assert (where["model"], where["prompts"]) == ("org/base", "test.jsonl")
+    assert where["argv"] == [
+        "hf-spec", "bench", "--prompts", "test.jsonl", "--adapter=b",
+        "--strategy-kwargs", '{"adapter": "c"}', "org/data/config", "http://x/y/z",
+    ]  # fmt: skip
+    assert json.loads(files["training.json"]) == {
+        "base_model": "org/base",
+        "data": {"provenance": {"model": "org/base", "adapter": "heads"}},
+    }
 
 
 def pushed_card(folder: Path, hub: Mock) -> str:

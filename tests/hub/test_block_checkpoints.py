@@ -292,7 +292,7 @@ def test_the_users_word(tmp_path, capsys):
         written = json.loads((output / "adapter_config.json").read_text())
         assert written["causal"] is causal
     assert cli.main([*command, str(tmp_path / "c"), "--config", '{"casual": true}']) == 2
-    assert "field='casual'" in capsys.readouterr().err
+    assert "'dflash' has no option 'casual' (did you mean 'causal'?)" in capsys.readouterr().err
 
 
 def test_the_wrong_type_and_no_config(tmp_path):

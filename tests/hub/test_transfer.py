@@ -10,6 +10,8 @@ import pytest
 import torch
 from conftest import check_same
 from covering import covering
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import logging as hub_logging
 from running import configured
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import load_checkpoint
@@ -18,7 +20,8 @@ import hf_spec
 from hf_spec.adapters.loading import find_active
 from hf_spec.tools import cli
 from hf_spec.tools.hub import check_complete
-from hf_spec.tools.transfer import find_published, import_adapter, importable, read_published
+from hf_spec.tools.loading import read_adapters
+from hf_spec.tools.transfer import FILES, find_published, import_adapter, importable, read_published
 
 HEADS, HIDDEN, VOCAB = 3, 32, 260
 WANTS = importable("medusa")[1].wants
@@ -129,6 +132,26 @@ def test_a_folder(tmp_path):
         assert find_published(str(tmp_path), WANTS) == path
         assert find_published(str(path), WANTS) == path
         assert read_published(path, WANTS).keys() == state.keys()
+
+
+def test_the_hub_that_cannot_be_reached_is_asked_once(tmp_path, monkeypatch):
+    """As it is asked several times each time, which takes half a minute; nothing is logged."""
+    asked = []
+
+    def download(place: str, name: str, local_files_only: bool = False, **_: Any) -> str:
+        asked.append(local_files_only)
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    hub_logging.set_verbosity_warning()
+    with pytest.raises(ValueError, match="in the local cache, and the Hub cannot be reached"):
+        find_published("org/heads", WANTS)
+    assert asked == [False] + [True] * (len(FILES) - 1)
+    assert hub_logging.get_verbosity() == hub_logging.ERROR
+    hub_logging.set_verbosity_warning()
+    with pytest.raises(ValueError, match="cannot read adapter 'org/heads'"):
+        read_adapters(["org/heads"])
+    assert hub_logging.get_verbosity() == hub_logging.ERROR
 
 
 def test_a_repository_without_the_hub(tmp_path, monkeypatch):

@@ -107,6 +107,31 @@ def test_the_bases_embeddings_go_with_it(fresh: Tiny, tmp_path: Path) -> None:
     assert "embed_tokens.weight" not in load_file(own / "model.safetensors")
 
 
+def test_no_model_is_replaced(fresh: Tiny, tmp_path: Path) -> None:
+    """An earlier export is."""
+    (tmp_path / "out").mkdir()
+    config = tmp_path / "out" / "config.json"
+    config.write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ValueError, match=r"out' is of \['LlamaForCausalLM'\], which would be repl"):
+        exported(fresh, tmp_path, "sglang")
+    config.unlink()
+    assert exported(fresh, tmp_path, "sglang") == exported(fresh, tmp_path, "sglang")
+
+
+def test_the_base_has_its_public_name(fresh: Tiny, tmp_path: Path) -> None:
+    """Whether the adapter has it, or the model that is given."""
+    names = [("org/base", str(tmp_path)), (str(tmp_path), "org/base"), (str(tmp_path), "/other")]
+    for number, (recorded, given) in enumerate(names):
+        model, folder = fresh("llama"), tmp_path / str(number)
+        model.name_or_path = recorded
+        saved(model, folder)
+        other = fresh("llama")
+        other.config.name_or_path = given
+        out = export_adapter(folder / "adapter", "speculators", other, folder / "out")
+        told = json.loads((out / "config.json").read_text())["speculators_config"]["verifier"]
+        assert told["name_or_path"] == (str(tmp_path) if number == 2 else "org/base")
+
+
 @pytest.mark.parametrize(
     ("form", "fields", "message"),
     [

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,9 @@ def test_interrupted(made, monkeypatch, capsys):
         with monkeypatch.context() as patch:
             patch.setattr(Session, "generate", interrupt)
             assert search(made, output="again") == 130
-        assert "the same command continues the search" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "the same command continues the search" in said and "Traceback" not in said
+        assert layers.optuna.logging.get_verbosity() == logging.ERROR  # of a failed trial
         assert not (made / "again" / "search.json").exists()
     assert search(made, "--held-out", "0", output="again") == 0
     data = json.loads((made / "again" / "search.json").read_text())

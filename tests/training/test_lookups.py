@@ -72,9 +72,12 @@ def test_answers_of_data_enter_a_file(checkpoint, tmp_path, capsys):
     assert len(answers(path)) == 3
 
 
-def test_a_fixed_file(checkpoint, tmp_path):
-    """No call adds to it; the command does."""
+@pytest.mark.parametrize("later", [False, True])
+def test_a_fixed_file(checkpoint, tmp_path, later):
+    """No call adds to it; the command does. It may be one that calls could add to before."""
     data = write_prompts(tmp_path / "x.jsonl", [{"prompt": "a", "answer": "b"}])
+    for _ in range(later):
+        assert lookups(checkpoint, tmp_path / "f", data) == 0
     assert lookups(checkpoint, tmp_path / "f", data, more=["--fixed"]) == 0
     model = load_checkpoint(checkpoint)
     ids = make_tokenizer()("words", return_tensors="pt")["input_ids"]

@@ -242,6 +242,11 @@ def test_options_are_fields_of_config_and_training_arguments(capsys):
     made = spec_arguments(get_method("bita"), Path("out"), hf_spec.BitaConfig(), **given)
     assert made.lr_scheduler_kwargs == {"num_cycles": 1} and made.num_train_epochs == 8
     assert (made.save_steps, made.per_device_eval_batch_size) == (100, 8)
+    for name in ("eval_strategy", "save_strategy"):  # the other one follows
+        made = spec_arguments(
+            get_method("bita"), Path("out"), hf_spec.BitaConfig(), **{name: "epoch"}
+        )
+        assert (made.eval_strategy, made.save_strategy) == ("epoch", "epoch")
     # The method's help lists them, with one default each.
     assert cli.main(["train", "bita", "--help"]) == 0
     said = capsys.readouterr().out.partition("Options of bita:\n")[2]

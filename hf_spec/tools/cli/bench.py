@@ -210,7 +210,14 @@ def bench(
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
     repetition_penalty: RepetitionPenalty = None,
-    seed: opt.Seed = 0,
+    seed: Annotated[
+        int,
+        Option(
+            min=0,
+            max=opt.MAX_SEED,
+            help="Of the tokens that --do-sample draws, and of --synthetic-acceptance.",
+        ),
+    ] = 0,
     device: opt.Device = None,
     threads: opt.Threads = None,
     pack_weights: PackWeights = True,
@@ -365,7 +372,9 @@ def search(
     max_new_tokens: Annotated[int, Option(min=2, help="New tokens per prompt.")] = 64,
     dtype: opt.Dtype = NATIVE,
     num_draft_tokens: NumDraftTokens = 12,
-    seed: opt.Seed = 0,
+    seed: Annotated[
+        int, Option(min=0, max=opt.MAX_SEED, help="Of the choices that are tried.")
+    ] = 0,
     device: opt.Device = None,
     threads: opt.Threads = None,
 ) -> None:
@@ -386,10 +395,11 @@ def search(
 
     require("search", "optuna", "scipy")
 
-    from hf_spec.tools.search import LayerSearch
+    from hf_spec.methods.registry import get_method
+    from hf_spec.tools.search import STRATEGY, LayerSearch
 
     chosen, others = _divided(read_prompts(prompts), limit, held_out)
-    check_writable(output)
+    check_writable(output, get_method(STRATEGY).peft_type)
 
     from hf_spec.files import writing
 

@@ -74,7 +74,8 @@ Kwargs = Annotated[str | None, Option(help="Options of the strategy, JSON or NAM
 StoredKwargs = Annotated[
     str | None, Option(help="Options of the strategy, JSON or NAME=JSON; stored with the adapter.")
 ]
-Seed = Annotated[int, Option(help="Seed of the sampling, or of the search.")]
+#: The largest seed that all generators take.
+MAX_SEED = 2**32 - 1
 DoSample = Annotated[bool, Option("--do-sample", help="Sample instead of greedy decoding.")]
 OF_SAMPLING = "With --do-sample.  [default: the model's]"
 Temperature = Annotated[float | None, Option(help=OF_SAMPLING)]
@@ -130,6 +131,18 @@ def parse_kwargs(texts: Iterable[str], names: Sequence[str]) -> dict[str, dict[s
 def kwargs_of(name: str, text: str | None) -> dict[str, Any]:
     """Options of the only strategy, from a text that :func:`parse_kwargs` takes."""
     return parse_kwargs([] if text is None else [text], [name]).get(name, {})
+
+
+def stored_kwargs_of(name: str, text: str | None) -> dict[str, Any]:
+    """The same, of options that are stored with an adapter; a ValueError for some that cannot
+    be."""
+    from hf_spec.decoding.call import check_stored
+    from hf_spec.methods.registry import get_method
+
+    options = kwargs_of(name, text)
+    get_method(name).parse_options(options)
+    check_stored(options, "--strategy-kwargs")
+    return options
 
 
 def json_object(option: str, text: str | None) -> dict[str, Any]:
@@ -195,8 +208,13 @@ def single_strategy(name: str | None, adapters: Sequence[Adapter], default: str)
     return name
 
 
-def check_writable(folder: Path) -> None:
-    """Make the output folder; raise a ValueError if files cannot be written into it."""
+def check_writable(folder: Path, kind: str | None = None) -> None:
+    """Make the output folder; raise a ValueError if files cannot be written into it, or those of an
+    adapter of type ``kind`` would replace others there."""
+    if kind is not None:
+        from hf_spec.adapters.config import check_replaces
+
+        check_replaces(folder, kind)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):

@@ -1,11 +1,13 @@
 """``hf-spec card``, ``push``, ``import`` and ``export``: adapter folders, and their other forms."""
 
+import re
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
 
 from typer import Argument, Option, echo
 
+from hf_spec.core.checks import check_names
 from hf_spec.tools.cli import common as opt
 from hf_spec.tools.cli.common import check_writable
 from hf_spec.tools.loading import load_model
@@ -51,6 +53,10 @@ def card(
 def _said(license: str | None, language: str | None) -> dict[str, Any]:
     """Metadata of a card that a person gives."""
     languages = [one.strip() for one in (language or "").split(",") if one.strip()]
+    for option, words in (("--license", [license or ""]), ("--language", languages)):
+        for word in words:
+            if not re.fullmatch(r"[\w.+-]*", word):
+                raise ValueError(f"{option} {word!r}: give a name of the Hub's, such as mit or en")
     return {"license": license, "language": languages[0] if len(languages) == 1 else languages}
 
 
@@ -142,14 +148,21 @@ def import_(
       hf-spec import ./model/pytorch_model.bin.index.json --type medusa --model ./model \\
           --output ./medusa
     """
+    from hf_spec.adapters.config import SpecPeftConfig
     from hf_spec.tools import transfer as work
+    from hf_spec.tools.training.arguments import added_fields
 
     given = opt.json_object("--config", config)
     if kind is None:
         kind, path = work.recognized(file)
     else:
         path = work.find_published(file, work.importable(kind)[1].wants)
-    options = opt.kwargs_of(kind, strategy_kwargs)
+    method, _ = work.importable(kind)
+    fields = added_fields(method.adapter_config, SpecPeftConfig)
+    check_names(f"--config: the adapter of {kind!r}", given, fields)
+    options = opt.stored_kwargs_of(kind, strategy_kwargs)
+    if output.exists():  # else nothing is made before the checkpoint has been read
+        check_writable(output, method.peft_type)
     echo(f"adapter: {work.import_adapter(path, kind, model, output, options, given)}")
     named, folder = quote(model), quote(str(output))
     echo(f"check it: hf-spec check {folder} --model {named}")
@@ -183,6 +196,8 @@ def export(
     name = model or read_json(folder / CONFIG).get("base_model_name_or_path")
     if not name:
         raise ValueError(f"{str(folder)!r} does not name its base model: give --model")
+    if (output / CONFIG).is_file():
+        raise ValueError(f"--output {str(output)!r} is an adapter's folder: give another one")
     check_writable(output)
     base, _ = load_model(name, dtype, device, pack=False)
     echo(f"written: {work.export_adapter(folder, form, base, output)}")

@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from hf_spec.core.checks import first_line, nearest
 from hf_spec.tools.cli.bench import bench, demo, search
@@ -22,8 +23,21 @@ from hf_spec.tools.cli.train import TrainCommand, distill, lookups, train
 #: Settings of commands that take options which they do not name.
 UNKNOWN = {"allow_extra_args": True, "ignore_unknown_options": True}
 
+
+class Commands(TyperGroup):
+    """Says that a command was interrupted, unless the command does."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("hf-spec: interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
 app = typer.Typer(
     name="hf-spec",
+    cls=Commands,
     rich_markup_mode=None,  # help texts are shown as written, examples on lines of their own
     pretty_exceptions_enable=False,
     no_args_is_help=True,

@@ -100,8 +100,8 @@ def serve(
         Option(
             "--strategy",
             "--strategies",
-            help="For requests that name none; or auto, or none.  [default: the adapter's, "
-            "else auto; with several adapters none]",
+            help="Strategy for requests that name none; auto picks one, none is plain generate.  "
+            "[default: the adapter's, else auto; with several adapters none]",
         ),
     ] = None,
     strategy_kwargs: Annotated[
@@ -165,7 +165,8 @@ def serve(
                  object, or JSON; replaces the server's defaults: assistant_strategy, do_sample,
                  top_k, ...)
       refused    with status 400: strategies and options that cannot be, prompts that are too long,
-                 files of lookups
+                 files of lookups, adapters that the server was not given, several answers to a
+                 prompt (num_return_sequences)
       bounded    max_tokens, by what the context leaves
       ignored    n, logprobs, response_format, tool_choice, presence_penalty, user
     """
@@ -307,10 +308,16 @@ def _prepare_models(
 
     on_load(prepare)
 
+    own = options or {}
+    places = {
+        "lookup_history": [own.get("lookup_history")],
+        "adapter": [own.get("adapter"), *(one.path for one in adapters)],
+    }
+
     def check(model: Any, tokenizer: Any, inputs: Any, config: Any) -> None:
         asked = getattr(config, "assistant_kwargs", None)
         if isinstance(asked, Mapping):  # else the request is refused for that
-            _check_files(options or {}, asked)
+            _check_places(places, asked)
         _check_request(model, tokenizer, inputs, config)
 
     on_request(check, _at_once)
@@ -329,19 +336,32 @@ def _at_once(model: Any, config: Any) -> int:
     return sharing.max_rows
 
 
-def _check_files(own: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a request names another file than the server does, to be written to."""
-    where = asked.get("lookup_history")
-    if isinstance(where, str) and where != own.get("lookup_history"):
-        raise ValueError(
-            f"lookup_history={where!r}: a request names no file. Start the server with "
-            "--strategy-kwargs, or give a number of tokens."
-        )
+#: What a request does instead of naming a place by an option.
+INSTEAD = {
+    "lookup_history": "Start the server with --strategy-kwargs, or give a number of tokens.",
+    "adapter": "Start the server with --adapter, and name its strategy.",
+}
+
+
+def _check_places(own: Mapping[str, Iterable[Any]], asked: Mapping[str, Any]) -> None:
+    """Raise a ValueError if an option of a request names another file, folder or repository than
+    the server does: it would be written to, or loaded."""
+    for name, places in own.items():
+        if isinstance(asked.get(name), str) and asked[name] not in places:
+            raise ValueError(
+                f"{name}={asked[name]!r}: a request names no file, folder or repository. "
+                f"{INSTEAD[name]}"
+            )
 
 
 def _check_request(model: Any, tokenizer: Any, inputs: Any, config: Any) -> None:
     """Raise a ValueError for a prompt, strategy or option that cannot be; ask for no more tokens
     than there is room for in the model's context."""
+    if (count := config.num_return_sequences or 1) != 1:
+        raise ValueError(
+            f"num_return_sequences={count!r}: the server gives one answer to a prompt. Leave it "
+            "out, and send the request several times."
+        )
     from hf_spec.decoding.call import check_strategy
     from hf_spec.tools.bench.prompts import context_limit
 

@@ -153,7 +153,14 @@ def distill(
     dtype: opt.Dtype = NATIVE,
     device: opt.Device = None,
     threads: opt.Threads = None,
-    seed: opt.Seed = 0,
+    seed: Annotated[
+        int,
+        Option(
+            min=0,
+            max=opt.MAX_SEED,
+            help="Of the tokens that --do-sample draws, and of the prompts that the model writes.",
+        ),
+    ] = 0,
     do_sample: opt.DoSample = False,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
@@ -381,11 +388,12 @@ def train(
     There are three kinds of further options. 'hf-spec train METHOD --help' lists the fields of the
     method's adapter config (--num-heads 3), and --held-out, --max-length and others. Every
     field of transformers.TrainingArguments is also an option (--max-steps, --num-train-epochs,
-    --learning-rate, --per-device-train-batch-size, --seed, --eval-steps, --report-to tensorboard);
-    --optim may also be muon. Training uses transformers' Trainer, so 'accelerate launch' runs it on
-    several devices. Each evaluation decodes held-out prompts. The checkpoint of the largest tau is
-    kept, or that of the smallest loss if the method fine-tunes the model. The base model is not
-    changed, unless a field of the config says so.
+    --learning-rate, --per-device-train-batch-size, --seed, --eval-steps, --report-to tensorboard)
+    but output_dir, resume_from_checkpoint and those of uploads; --optim may also be muon. Training
+    uses transformers' Trainer, so 'accelerate launch' runs it on several devices. Each evaluation
+    decodes held-out prompts. The checkpoint of the largest tau is kept, or that of the smallest
+    loss if the method fine-tunes the model. The base model is not changed, unless a field of the
+    config says so.
 
     \b
     Examples:
@@ -420,10 +428,9 @@ def train(
         arguments["use_cpu"] = True  # the Trainer takes an accelerator if there is one
     # Invalid values are refused before anything is loaded.
     adapter_config = given.config_of(chosen, config, adapter)
-    options = opt.kwargs_of(method, strategy_kwargs)
-    chosen.parse_options(options)
+    options = opt.stored_kwargs_of(method, strategy_kwargs)
     given.spec_arguments(chosen, output, adapter_config, **arguments)
-    check_writable(output)
+    check_writable(output, chosen.peft_type)
 
     from hf_spec.tools.data import hub_name
     from hf_spec.tools.training import train as work
@@ -469,7 +476,10 @@ def lookups(
         Path, Option("--output", "-o", help="File to write, or one of earlier answers to add to.")
     ],
     fixed: Annotated[
-        bool, Option("--fixed", help="Calls that use a new file add no answers to it.")
+        bool,
+        Option(
+            "--fixed", help="Make the file read-only for calls: they search it and add nothing."
+        ),
     ] = False,
 ) -> None:
     """Write answers into a file that lookups search.
@@ -568,7 +578,7 @@ def parse_options(
         raise ValueError(
             f"'hf-spec train {method}' has no option {word!r}{nearest(word, map(_option, names))}; "
             f"fields of its config are {', '.join(map(_option, fields))}; see 'hf-spec train "
-            "--help' for the others"
+            f"{method} --help' for the others, beside those of transformers.TrainingArguments"
         )
     arguments = {name: value for name, value in vars(found).items() if value is not absent}
     config = {name: arguments.pop(name) for name in fields if name in arguments}

@@ -16,6 +16,7 @@ from hf_spec.modeling_patches.weights import is_plain, is_updated, output_bias, 
 from hf_spec.predict.blocks import HEADS
 from hf_spec.predict.decoder import LAYER_TYPES, SIZES, LayerType
 from hf_spec.predict.markov import HEAD
+from hf_spec.tools.hub import is_repository
 
 #: Fields of an adapter's config or of another program's, and tensors by name.
 Files = tuple[dict[str, Any], dict[str, Tensor]]
@@ -295,7 +296,8 @@ def speculators_config(
 ) -> dict[str, Any]:
     """What ``config.json`` of all of speculators' drafters begins with, as its version 0.9.0 writes
     it, which vLLM reads; ``drafted`` is the number of draft tokens of a step."""
-    verifier = config.base_model_name_or_path or model.config.name_or_path
+    names = [config.base_model_name_or_path, model.config.name_or_path]
+    verifier = next(filter(is_repository, names), None) or next(filter(None, names), None)
     return {
         "architectures": [architecture],
         KIND: kind,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from peft import PeftConfig
 from transformers import TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 
 from hf_spec.adapters.checkpoint import WEIGHTS
 from hf_spec.adapters.config import SpecPeftConfig
@@ -24,6 +25,15 @@ OF_ONE_PASS = (
     "max_length", "held_out", "served_prompts", "served_tokens", "per_device_train_batch_size",
     "save_steps", "seed", "use_cpu", "disable_tqdm",
 )  # fmt: skip
+#: Arguments of the Trainer that the command has in its own hands, and what to do instead; those
+#: that begin with ``hub_`` are for ``push_to_hub``.
+OWNED = {
+    "output_dir": "checkpoints lie in the adapter's folder. Give --output",
+    "resume_from_checkpoint": "a training goes on from its last checkpoint. Give --resume",
+    "push_to_hub": "'hf-spec push' uploads an adapter. Leave it out",
+}
+#: When a training evaluates, and writes a checkpoint that may be the best.
+MOMENTS = ("steps", "epoch")
 #: Epochs of a training that ends by time.
 UNCOUNTED = 10_000
 
@@ -142,6 +152,16 @@ def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> S
     """The arguments of a training whose checkpoints go to ``folder``: fields that are given, those
     of the adapter's config, the method's, or the defaults; a ValueError names what is invalid."""
     assert method.training is not None
+    for name in given:
+        remedy = OWNED.get("push_to_hub" if name.startswith("hub_") else name)
+        if remedy is not None:
+            raise ValueError(f"{name}={given[name]!r}: {remedy}.")
+        keeps_best = given.get("load_best_model_at_end", True)
+        if name in ("eval_strategy", "save_strategy") and given[name] == "no" and keeps_best:
+            raise ValueError(
+                f"{name}='no': a training evaluates and saves, as the best checkpoint is kept. "
+                f"Leave {name} out."
+            )
     for name in given if method.fit is not None else ():
         if name not in OF_ONE_PASS:
             raise ValueError(
@@ -149,9 +169,12 @@ def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> S
                 "without gradients, so that there is nothing that this would change. Leave it out; "
                 f"beside the fields of its config there are {', '.join(OF_ONE_PASS)}."
             )
+    # One of the two is enough.
+    asked = [given.get(name) for name in ("eval_strategy", "save_strategy")]
+    moment = next((one for one in asked if one in MOMENTS), MOMENTS[0])
     values: dict[str, Any] = {
         "output_dir": str(folder), "seed": 0, "lr_scheduler_type": "cosine",
-        "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 100,
+        "eval_strategy": moment, "save_strategy": moment, "eval_steps": 100,
         "save_total_limit": 2, "load_best_model_at_end": method.fit is None,
         "metric_for_best_model": "tau", "greater_is_better": True,
         "logging_steps": 10, "report_to": [], "remove_unused_columns": False,
@@ -163,4 +186,8 @@ def spec_arguments(method: Method, folder: Path, config: Any, **given: Any) -> S
     }  # fmt: skip
     values.setdefault("save_steps", values["eval_steps"])
     values.setdefault("per_device_eval_batch_size", values.get("per_device_train_batch_size", 8))
-    return SpecArguments(**values)
+    made = SpecArguments(**values)
+    with explained("report_to", RuntimeError):  # which need packages that may not be there
+        for callback in get_reporting_integration_callbacks(made.report_to):
+            callback()
+    return made

@@ -24,6 +24,7 @@ from hf_spec.adapters.config import weights_digest
 from hf_spec.adapters.loading import load_unattached, save_unattached
 from hf_spec.adapters.tuner import Fit, TrainingBatch
 from hf_spec.core.checks import check_same_settings
+from hf_spec.decoding.call import check_stored
 from hf_spec.decoding.strategy import check_tree_forward
 from hf_spec.files import read_json, replacing, write_json, writing
 from hf_spec.methods.registry import Method
@@ -180,6 +181,7 @@ def train(
     options, config, arguments = options or {}, config or {}, arguments or {}
     method = trainable_method(method_name)
     method.parse_options(options)
+    check_stored(options, "options")
     folder = output / "checkpoints"
     last = _last_checkpoint(folder, resume)
     if method.fit is not None:
