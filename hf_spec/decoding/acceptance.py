@@ -444,7 +444,10 @@ class Acceptance:
         active = to_device(unfinished, logits.device)
         # A processor with a state must not be called for more tokens than are accepted.
         early_exit = stateful or not is_async(logits.device)
-        score = self._along_path(tree.without_probes, logits, ragged)
+        rejects = tree.q is not None and not stateful
+        # Where drafts are rejected at random, an error behind them is one of the call.
+        process = self._raising if rejects else self.scorer.along
+        score = self._along_path(tree.without_probes, logits, ragged, process)
         all_raised: list[int] = []
 
         def known(active: Tensor) -> list[bool]:
@@ -463,7 +466,7 @@ class Acceptance:
                 all_raised.extend(raised)
             return chosen
 
-        if tree.q is not None and not stateful:
+        if rejects:
             return verify.rejection(tree, scores, active, early_exit)
         # Also for rejection: equivalent for a greedy target, and exact for sampled drafts.
         result = verify.match_along(tree, choose, active, early_exit, self.scorer.lockstep)
@@ -477,11 +480,15 @@ class Acceptance:
             return verify.sample(scores.softmax(-1))
         return self.noise.choose(scores, depth, [row for row, on in enumerate(rows) if on])
 
+    def _raising(self, *given: Any) -> tuple[Tensor, list[int]]:
+        return self.scorer(*given), []
+
     def _along_path(
-        self, tree: Tree, logits: Tensor, ragged: Ragged | None
-    ) -> Callable[[Tensor, Sequence[bool]], tuple[Tensor, list[int]]]:
-        """:meth:`Scorer.along` as a function of one node ``(batch,)`` of each row, and of which
-        rows go on, to be called along the accepted path, from the root."""
+        self, tree: Tree, logits: Tensor, ragged: Ragged | None,
+        process: Callable[..., tuple[Tensor, list[int]]],
+    ) -> Callable[[Tensor, Sequence[bool]], tuple[Tensor, list[int]]]:  # fmt: skip
+        """``process``, like :meth:`Scorer.along`, as a function of one node ``(batch,)`` of each
+        row, and of which rows go on, to be called along the accepted path, from the root."""
         batch = torch.arange(tree.batch_size, device=logits.device)
         suffix: Tensor | None = None
 
@@ -495,7 +502,7 @@ class Acceptance:
             found = logits[batch, nodes] if ragged is None else ragged.at(logits, nodes)
             scores = found.to(torch.float32, copy=True)
             raw = scores.clone() if self.wants[0] else None
-            processed, raised = self.scorer.along(scores, suffix, rows)
+            processed, raised = process(scores, suffix, rows)
             if self.records:
                 self.recorded.append((raw, processed if self.wants[1] else None))
             return processed, raised

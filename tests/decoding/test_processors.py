@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process
 
-from hf_spec.decoding.acceptance import ROWWISE, STATELESS
+from hf_spec.decoding.acceptance import ROWWISE, STATELESS, Scorer
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 LOOKUP = drafting("prompt_lookup")
@@ -81,18 +81,23 @@ def test_rows_are_independent_of_a_processor_without_a_state(tiny: Any) -> None:
 
 
 class Script(LogitsProcessor):
-    """Forces a text, behind whose end there is nothing to force.
+    """Forces a text, behind whose end there is nothing to force; but for drafts, all is allowed.
 
     Args:
         start: length of the prompt.
     """
+
+    drafting = False
 
     def __init__(self, text: list[int], start: int):
         self.text, self.start, self.calls = text, start, 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.calls += 1
-        forced = torch.tensor(self.text[input_ids.shape[1] - self.start])
+        place = input_ids.shape[1] - self.start
+        if self.drafting and place >= len(self.text):
+            return scores
+        forced = torch.tensor(self.text[place])
         return torch.full_like(scores, -torch.inf).index_fill(1, forced, 0.0)
 
 
@@ -122,6 +127,26 @@ def test_what_a_processor_cannot_do_behind_a_stop_is_no_error(
     assert run(end, **spec) == run(end) == [ids[0].tolist() + text] * rows
     plain, ours = run(end + 1), run(end + 1, **spec)  # an error of theirs
     assert plain == len(text) + 1 and (plain == ours or stateless)
+
+
+def test_an_error_where_drafts_are_rejected_at_random_is_one_of_the_call(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Scorer.__call__
+
+    def noted(self: Any, *given: Any, drafting: bool = False) -> Tensor:
+        Script.drafting = drafting
+        return process(self, *given, drafting=drafting)
+
+    monkeypatch.setattr(Scorer, "__call__", noted)
+    monkeypatch.setattr(Script, "stateless", True, raising=False)
+    spec = drafting("layer_skip", skip_attention=[], skip_mlp=[], acceptance="rejection")
+    ids = prompt(10)
+    processor = Script(ids[0].tolist(), 10)
+    with pytest.raises(IndexError):  # of the last token, which follows a draft token
+        tiny("llama").generate(
+            ids, **spec, max_new_tokens=11, do_sample=True, logits_processor=[processor]
+        )
 
 
 class LengthOf(StoppingCriteria):
