@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import sysconfig
 import time
@@ -197,6 +198,7 @@ def serve(
     except (KeyboardInterrupt, click.Abort):  # typer's own is another
         code = INTERRUPTED
     if code == INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that comes now would end it otherwise
         echo("hf-spec: interrupted", err=True)
         sys.stdout.flush()
         # Answers may still be generated: Python's end would take torch's threads down with a crash.
