@@ -327,8 +327,8 @@ class Acceptance:
             )
         self.options, self.scorer = options, scorer
         self.do_sample = bool(config.do_sample)
-        #: Whether logits, and whether scores, are recorded for the call's output.
         wanted = config.output_logits, config.output_scores
+        #: Whether logits, and whether scores, are recorded for the call's output.
         self.wants = tuple(bool(config.return_dict_in_generate and one) for one in wanted)
         self.records = any(self.wants)
         self.recorded: list[Recorded] = []

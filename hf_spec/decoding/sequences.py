@@ -99,9 +99,8 @@ class Sequences:
             if type(criterion) is EosTokenCriteria:
                 self.eos |= set(criterion.eos_token_id.tolist())
             elif type(criterion) is MaxLengthCriteria:
-                end = max(
-                    math.ceil(criterion.max_length), self.prompt_length + 1
-                )  # asked after a token
+                # Criteria are asked after a token.
+                end = max(math.ceil(criterion.max_length), self.prompt_length + 1)
                 self.max_length = min(end, self.max_length)
             elif type(criterion) is MaxTimeCriteria:
                 end = criterion.initial_timestamp + criterion.max_time
