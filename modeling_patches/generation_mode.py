@@ -60,7 +60,7 @@ class Mode(NamedTuple):
         decode: called like ``GenerationMixin._sample``, with the model as first argument.
         validate: ``validate(model, generation_config, mode_kwargs)``, before inputs are prepared,
             raises an error if ``decode`` does not support the call.
-        loaded: called with each loaded configuration that has the first attribute set, unless the
+        loaded: called with each loaded configuration that has an attribute set, unless the
             other ones are given beside its name, and with its folder or repository.
         custom: a callable for ``custom_generate``, or for a ``functools.partial`` that is given
             there: it stands for the mode, which gets all arguments of ``generate``, whereas a
@@ -145,7 +145,9 @@ def _wrap_configs(mode: Mode, member: Any) -> None:
         found = original(cls, place, *args, **kwargs)
         config = found[0] if isinstance(found, tuple) else found  # with unused keywords
         given = kwargs.keys() & {*mode.attributes[1:]}
-        if mode.option(config) is not None and not given:
+        # A call may name the mode, and take the other ones from here.
+        found_any = any(getattr(config, name, None) is not None for name in mode.attributes)
+        if found_any and not given:
             mode.loaded(config, str(place))
         return found
 

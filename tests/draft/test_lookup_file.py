@@ -294,17 +294,21 @@ def test_a_stored_configuration_names_no_file(tmp_path: Path) -> None:
     assert config.assistant_kwargs == options
 
 
-@pytest.mark.parametrize("kind", ["adapter", "model"])
+@pytest.mark.parametrize("kind", ["adapter", "model", "options alone"])
 def test_a_download_makes_calls_write_no_file(fresh: Any, tmp_path: Path, kind: str) -> None:
-    """Neither the options beside an adapter that ``auto`` takes, nor a model's own."""
+    """Neither the options beside an adapter that ``auto`` takes, nor a model's own, which calls
+    that name a strategy take, too."""
     model, place, stored = fresh("llama"), tmp_path / "answers", tmp_path / "stored"
     if kind == "adapter":
         get_peft_model(fresh("llama"), hf_spec.MedusaConfig(num_heads=2)).save_pretrained(stored)
     else:
         model.save_pretrained(stored)
-    hf_spec.SpecConfig("medusa", {"lookup_history": str(place)}).save_pretrained(stored)
+    config = hf_spec.SpecConfig("medusa", {"lookup_history": str(place)})
+    if kind == "options alone":
+        config.assistant_strategy = None
+    config.save_pretrained(stored)
     with pytest.raises(ValueError, match="stored': its lookup_history='.*answers' is a file"):
-        if kind == "model":
+        if kind != "adapter":
             AutoModelForCausalLM.from_pretrained(stored)
         model.load_adapter(str(stored))
         model.generate(torch.tensor([[5, 4, 3]]), assistant_strategy="auto", max_new_tokens=3)
