@@ -259,6 +259,9 @@ class _Method:
     __wrapped__ = plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outer = vars(self.module).get(self.name)
+        if isinstance(outer, _Method) and outer is not self:  # somebody has wrapped this one since
+            return self.plain(*args, **kwargs)
         return (replaced(self.module, self.name) or self.plain)(*args, **kwargs)
 
 

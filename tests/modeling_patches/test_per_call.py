@@ -106,6 +106,22 @@ def test_a_function_instead_of_a_method() -> None:
     assert plain(model.second, "factor")() == 2
 
 
+def test_a_dispatcher_that_somebody_has_wrapped_since() -> None:
+    model = Model()
+
+    def more() -> Changes:
+        changes = Changes()
+        changes.instead(model.first, "forward", lambda x: plain(model.first, "forward")(x) + 1)
+        return changes
+
+    assert value(model, more()) == 2 * (2 + 1)
+    inside = model.first.forward
+    model.first.forward = lambda x: 10 * inside(x)  # type: ignore[method-assign]
+    assert value(model, more()) == 2 * (20 + 1) and value(model) == 40
+    model.first.forward = inside  # type: ignore[method-assign]
+    assert value(model, more()) == 2 * (2 + 1) and value(model) == 4
+
+
 # -- for how long --------------------------------------------------------------------------------
 
 
