@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_spec.core.checks import check_switch
 from hf_spec.modeling_patches.modules import unwrapped
-from hf_spec.modeling_patches.per_call import Changes, plain
+from hf_spec.modeling_patches.per_call import Changes, own_function, plain
 from hf_spec.modeling_patches.weights import made_anew, placement
 from hf_spec.threads import locked, memory
 
@@ -175,7 +175,7 @@ def pack_weights(model: nn.Module, pack: bool = True) -> int:
     the layers of ``mtp`` get theirs at the first call. Plain generation and other forwards use the
     model's own weights. Where these have changed, a call makes the copies anew; only single
     entries that were written through ``.data`` may go unnoticed. A copied or reloaded model is not
-    packed.
+    packed, nor a layer whose ``forward`` somebody has replaced.
 
     Args:
         model: a causal language model or a `PeftModel`.
@@ -256,8 +256,11 @@ def _groups(model: nn.Module) -> list[list[nn.Linear]]:
 
 
 def packable(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is linear, with a weight that oneDNN can pack."""
+    """Whether a module only multiplies with a weight, and oneDNN can pack it."""
     if type(module) is not nn.Linear or not torch.backends.mkldnn.is_available():
+        return False
+    own = own_function(module, "forward")  # of somebody who has replaced it; hooks run anyway
+    if own is not None and getattr(own, "__func__", None) is not nn.Linear.forward:
         return False
     weight = module.weight
     plain_tensor = type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided

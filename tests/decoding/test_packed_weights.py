@@ -108,6 +108,26 @@ def test_weights_that_change(shallow: Tiny, used: list[int]) -> None:
     assert torch.equal(generate(model, inputs, **calls()[0]).sequences, plain) and not used
 
 
+def test_modules_with_a_forward_of_their_own_are_not_packed(
+    shallow: Tiny, used: list[int]
+) -> None:  # fmt: skip
+    model, inputs = shallow(), prompt()
+    size, before = pack_weights(model), generate(model, inputs).sequences
+    head = model.get_output_embeddings()
+    for _ in range(2):  # the second one after calls with the copies
+        inside = head.forward
+        head.forward = lambda hidden, inside=inside: -inside(hidden)
+        plain = generate(model, inputs).sequences
+        for kwargs in calls():
+            assert torch.equal(generate(model, inputs, **kwargs).sequences, plain) and used
+        assert pack_weights(model) == size - head.weight.nbytes
+        assert not torch.equal(plain, before)
+        head.forward = inside
+        for kwargs in calls():
+            assert torch.equal(generate(model, inputs, **kwargs).sequences, before)
+        assert pack_weights(model) == size
+
+
 def test_copies_are_shared_and_freed(fresh: Tiny, used: list[int]) -> None:
     model = fresh("llama")
     model.set_output_embeddings(model.get_output_embeddings())
