@@ -38,7 +38,7 @@ from hf_spec.target.graphs import Graphs, tolerance
 from hf_spec.target.hidden_states import Reads, output_logits, supported_kwargs
 from hf_spec.target.packed_weights import packed_weights
 from hf_spec.target.recording import CallFacts, Recording
-from hf_spec.target.target import Target
+from hf_spec.target.target import Target, runs_as
 from hf_spec.threads import memory, recall
 
 # -- A self-check of the tree forward on models that our tests do not cover ------------------------
@@ -396,6 +396,7 @@ class Strategy:
         if recycles(options, drafter, samples):
             drafter.add(recycler(model, options))
         running = fingerprint(model)
+        runs_as(model, running.tried)
         # Ranks must run the same trials, whatever their batches.
         rows = 2 if synced else rows
         alone = check_tree_forward(model, method.name, drafter, padded or synced, running, rows)

@@ -262,7 +262,19 @@ class ForwardContext:
 
 #: In the memory of a model: whether forwards without padding give the same.
 UNPADS = "unpads"
+#: And how the model ran when that was found.
+_RAN = "unpads as it ran"
 logger = logging.getLogger(__name__)
+
+
+def runs_as(model: Any, running: Hashable) -> None:
+    """Note how a model runs in a call; what an earlier one told of forwards without padding is
+    forgotten if it ran otherwise, with other hooks or modules."""
+    known = memory(model)
+    if known.setdefault(_RAN, running) != running:
+        known[_RAN] = running
+        for several in (False, True):
+            known.pop((UNPADS, several), None)
 
 
 class Target(FollowsRows):

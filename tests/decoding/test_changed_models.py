@@ -29,6 +29,8 @@ import hf_spec
 from hf_spec.adapters.layer import CONTAINER, Adapter
 from hf_spec.modeling_patches.fingerprint import fingerprint
 from hf_spec.modeling_patches.modules import CACHE
+from hf_spec.target.target import UNPADS
+from hf_spec.threads import memory
 
 pytestmark = pytest.mark.usefixtures("hooks_count")
 
@@ -217,6 +219,21 @@ def test_hooks_with_a_value_per_row(fresh: Tiny, method: str) -> None:
         ends = [int(token) for token in plain[:2, -20]]
         for eos in ([EOS], ends):
             check_same(model, drafting(method), **given, max_new_tokens=24, eos_token_id=eos)
+
+
+def test_hooks_with_a_value_per_row_after_calls_without_them(fresh: Tiny) -> None:
+    """What those calls told of forwards without padding says nothing of these."""
+    model, given = fresh("llama"), {**ragged((9, 4, 6), 3), "max_new_tokens": 30}
+    model.generate(**given, **LOOKUP)
+    assert memory(model)[UNPADS, True]
+    handle = model.model.layers[1].mlp.register_forward_hook(
+        alike(steered(lambda hidden: hidden + VECTORS[: len(hidden)]))
+    )
+    check_same(model, LOOKUP, **given)
+    assert not memory(model)[UNPADS, True]
+    handle.remove()
+    check_same(model, LOOKUP, **given)
+    assert memory(model)[UNPADS, True]
 
 
 # -- attention ---------------------------------------------------------------------------------
