@@ -32,6 +32,10 @@ class AttentionLayer(CacheLayerMixin):
         cache: the ``TreeCache`` that it belongs to, which must outlive its use: it owns the layer,
             and both go as soon as nobody holds the cache.
         index: the layer's.
+
+    Attributes:
+        appended: tokens appended outside a block, not yet counted in ``cache.lengths``.
+        first: the first token that it holds, if all that came are kept since.
     """
 
     is_croppable = True
@@ -39,7 +43,7 @@ class AttentionLayer(CacheLayerMixin):
 
     def __init__(self, cache: Any, index: int):
         self._cache, self.index = ref(cache), index
-        self.appended = 0  # tokens appended outside a block, not yet counted in cache.lengths
+        self.appended = self.first = 0
         self.with_front: dict[str, Tensor] = {}
         self.views: dict[str, Tensor] = {}
         self.is_initialized = False

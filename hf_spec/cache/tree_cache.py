@@ -505,8 +505,9 @@ def take_over(
     for members in states.allocate(kinds):
         columns = _columns(cache, states.slots(states.windows.get(members[0][0])), order, count)
         for index, name in members:
-            layer = layers[index]
-            _copy_in(cache.layers[index].views[name], _held(layer)[name], columns, count)
+            layer, source_states = layers[index], _held(layers[index])[name]
+            _copy_in(cache.layers[index].views[name], source_states, columns, count)
+            cache.layers[index].first = count - source_states.shape[2]
             left[index] -= 1
             if not left[index]:
                 for freed in _held(layer):
@@ -514,8 +515,11 @@ def take_over(
 
 
 def _windows(layers: Sequence[Any]) -> dict[int, int]:
-    """The windows of layers that slide, by their index."""
-    sliding = ((i, layer) for i, layer in enumerate(layers) if getattr(layer, "is_sliding", False))
+    """The windows of layers that slide, by their index; none if they record their past, of which
+    their owner may cut off as much as he likes (`activate_past_recording`)."""
+    sliding = [(i, layer) for i, layer in enumerate(layers) if getattr(layer, "is_sliding", False)]
+    if any(getattr(layer, "record_past", False) for _, layer in sliding):
+        return {}
     return {index: layer.sliding_window for index, layer in sliding}
 
 
@@ -536,7 +540,7 @@ def unpack_into(cache: TreeCache, target: DynamicCache) -> None:
     Args:
         cache: holds the states of rows of one length, which it loses layer by layer unless compiled
             code of other calls will use its buffers.
-        target: the cache to fill; sliding layers keep only their window.
+        target: the cache to fill; sliding layers keep only their window, unless they record more.
     """
     seq = cache.uniform_length()
     if cache.recurrent is not None:
@@ -552,7 +556,7 @@ def unpack_into(cache: TreeCache, target: DynamicCache) -> None:
         if not own.is_initialized or not (layer.keys is None or layer.values is None):
             continue
         slides = getattr(layer, "is_sliding", False)
-        first = max(seq - layer.sliding_window + 1, 0) if slides else 0
+        first = own.first if own.window is None else max(seq - own.window + 1, 0)
         states = {name: own.held(name, first, seq) for name in own.with_front}
         if not layer.is_initialized:
             layer.lazy_initialization(states["keys"], states["values"])
@@ -584,6 +588,13 @@ def check_packable(cache: Cache) -> None:
                 f"the given cache has a layer of type {name}: rows cannot be rolled back there. "
                 f"{remedy}{static if 'Static' in name else ''}"
             )
+    recurrent = (one for one in cache.layers if hasattr(one, "conv_states"))
+    if any(getattr(one, "record_past", False) for one in recurrent):
+        raise ValueError(
+            "the given cache has recurrent layers that record their past (activate_past_recording, "
+            "which stock assisted decoding calls, too): strategies keep no more than a step's. "
+            f"{remedy}"
+        )
     leaves_out = "strategies keep states in a cache of their own, which would leave that out."
     if type(cache) not in (Cache, DynamicCache):
         raise ValueError(

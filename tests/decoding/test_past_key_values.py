@@ -14,6 +14,7 @@ from allocations import allocations
 from architectures import build
 from conftest import CLOSE, EOS, PAD, STRATEGIES, Tiny, check_same, padded, plainly, prompt, ragged
 from covering import EVERY_CASE
+from recurrent_models import shared_recurrent
 from running import CAPTURED, drafting
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
@@ -67,6 +68,37 @@ def test_users_dynamic_cache_is_filled_as_by_plain_generation(
             assert (found is None) == (wanted is None)
             if found is not None and wanted is not None:
                 torch.testing.assert_close(found, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3"])
+def test_what_a_cache_has_recorded_of_its_past_can_be_cut_off(
+    tiny: Tiny, architecture: str
+) -> None:
+    """Also in windows: all that came since it was cut last."""
+    model, caches, asked = tiny(architecture), [], prompt()
+    for spec in ({}, LOOKUP):
+        cache, ids = DynamicCache(config=model.config), asked
+        cache.activate_past_recording()
+        for number in range(3):
+            out = model.generate(ids, **GREEDY, **spec, **{CACHE: cache})
+            assert torch.equal(out, model.generate(ids, **GREEDY))
+            if number < 2:
+                cache.crop(-9)
+                ids = torch.cat([out[:, :-10], turn(number)], 1)
+        caches.append(cache)
+    for mine, theirs in zip(caches[1].layers, caches[0].layers):
+        assert mine.get_seq_length() == theirs.get_seq_length()
+        for found, wanted in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            torch.testing.assert_close(found, wanted, **CLOSE)
+
+
+def test_recurrent_layers_that_record_their_past_are_refused() -> None:
+    model = shared_recurrent("lfm2")
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    with pytest.raises(ValueError, match=r"activate_past_recording.*Pass a DynamicCache"):
+        model.generate(prompt(), **GREEDY, **LOOKUP, **{CACHE: cache})
+    assert not cache.get_seq_length()
 
 
 @kinds_in_turn(3, OTHERS)
