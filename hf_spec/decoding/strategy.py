@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,11 +87,23 @@ _NO_STATES = (
 )
 
 
+class Verdict(NamedTuple):
+    """What a trial says of a model.
+
+    Attributes:
+        alone: whether steps must be of one token, as no trial can tell that others are right.
+        rows_stay: whether rows must stay in their places, as others give them other logits.
+    """
+
+    alone: bool
+    rows_stay: bool
+
+
 @torch.no_grad()
 def check_tree_forward(
     model: Any, name: str, drafter: Drafter | None = None, padded: bool = False,
     running: Fingerprint | None = None, rows: int = 2,
-) -> bool:  # fmt: skip
+) -> Verdict:  # fmt: skip
     """Raise a ValueError unless the model's tree forward equals plain generation; free for known
     models that are as Transformers has made them.
 
@@ -104,15 +116,14 @@ def check_tree_forward(
         rows: the call's batch size, which hooks may count on; likewise equal on all ranks.
 
     Returns:
-        Whether steps must be of one token, as no trial can tell that others are right; a warning
-        says so once.
+        How it must run; a warning says once that steps must be of one token.
     """
     running = fingerprint(model) if running is None else running
     if running.stock and model.config.get_text_config(decoder=True).model_type in VERIFIED:
-        return False
+        return Verdict(False, False)
     rows = rows if running.rows_stay else 2
     call = rows, padded, None if drafter is None else drafter.kind_of_forward
-    checked: dict[Hashable, bool] = memory(model).setdefault("self-checks", {})
+    checked: dict[Hashable, Verdict] = memory(model).setdefault("self-checks", {})
     keys = (running.code, call), (running.tried, call)
     found = next((checked[key] for key in keys if key in checked), None)
     if found is not None:
@@ -126,13 +137,14 @@ def check_tree_forward(
     if alone:
         changed |= _try(trial, name, None, False, running, alone)
         _tell(model, running, changed)
+    verdict = Verdict(alone, alone or trial.rows_stay)
     if alone and changed:  # what it holds is another thing in each call
-        checked[running.code, call] = alone
+        checked[running.code, call] = verdict
     else:
-        checked[running.tried, call] = checked[fingerprint(model).tried, call] = alone
+        checked[running.tried, call] = checked[fingerprint(model).tried, call] = verdict
     for old in [*checked][:-KEPT]:
         checked.pop(old, None)
-    return alone
+    return verdict
 
 
 def _tell(model: Any, running: Fingerprint, changed: Collection[str]) -> None:
@@ -203,9 +215,11 @@ class Trial:
     Attributes:
         dtypes: what was computed in; known after :meth:`run`.
         before: how the model ran after plain generation, which may have made what is made once.
+        rows_stay: see :class:`Verdict`; known after :meth:`run`.
     """
 
     before: Fingerprint
+    rows_stay = False
 
     def __init__(self, model: Any, padded: bool = False, rows: int = 2, nodes: int = FEW):
         self.model, self.padded, self.dtypes = model, padded, {model.dtype}
@@ -277,7 +291,15 @@ class Trial:
         nodes = torch.tensor([accepted] * rows, device=device)
         target.cache.commit([len(accepted)] * rows, nodes, output.tree.slots)
         errors.append(_error(target(Tree.roots(self.nodes[:, 0])).logits[:, 0], again))
+        self.rows_stay = not self._error_of_moved(target, again) <= tolerance(self.dtypes)
         return _NO_TREE, _largest(errors)
+
+    def _error_of_moved(self, target: Target, expected: Tensor) -> float:
+        """The error after the root where rows come in another order, as when others end."""
+        order = [*reversed(range(len(self.nodes)))]
+        for part in (target.cache, target):
+            part.select(order)
+        return _error(target(Tree.roots(self.nodes[order, 0])).logits[:, 0], expected[order])
 
     def run_alone(self) -> float:
         """The largest relative error of steps of one token each."""
@@ -352,8 +374,8 @@ class Strategy:
         recording: whether and when they are recorded.
         run: calls a function, whose forwards compute with packed copies of weights if there are
             any; else the model runs as it is, compiled if it is compiled.
-        rows_stay: whether each forward must have all rows of the batch in their order, as hooks may
-            count on it.
+        rows_stay: whether each forward must have all rows of the batch in their order, as hooks or
+            modules may count on it.
         alone: whether steps are of one token, as code of the user's may tell tokens apart.
         runs: how the model runs, see :class:`Fingerprint`.
     """
@@ -399,7 +421,8 @@ class Strategy:
         runs_as(model, running.tried)
         # Ranks must run the same trials, whatever their batches.
         rows = 2 if synced else rows
-        alone = check_tree_forward(model, method.name, drafter, padded or synced, running, rows)
+        verdict = check_tree_forward(model, method.name, drafter, padded or synced, running, rows)
+        alone, rows_stay = verdict.alone, running.rows_stay or verdict.rows_stay
         if alone:
             drafter, timed, lookup = _plain(model), False, False
         adapter = None
@@ -419,7 +442,7 @@ class Strategy:
             graphs, recording = graphs_for(model, config, drafter, kind, call)
         return cls(
             model, method, options, drafter, timed, lookup, samples, kind, graphs, recording,
-            packed.run if copies else operator.call, running.rows_stay, alone, running.state,
+            packed.run if copies else operator.call, rows_stay, alone, running.state,
         )  # fmt: skip
 
     def after_shortage(self, kind: type[BaseException] | None, *_: Any) -> None:

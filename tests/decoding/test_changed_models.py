@@ -424,6 +424,21 @@ def test_other_modules_and_forwards_are_tried(fresh: Tiny) -> None:
     check_same(model, LOOKUP, prompt(), **GREEDY)
 
 
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_modules_with_a_value_per_row(fresh: Tiny, method: str, alike: bool) -> None:
+    """As with hooks, rows stay in their places when others end."""
+    model, given = ready(fresh, method), {**ragged((9, 4, 6), 3), "max_new_tokens": 24}
+    mlp = model.model.layers[1].mlp
+    stock = mlp.forward
+    mlp.forward = lambda hidden: stock(hidden) + VECTORS[: len(hidden)]
+    mlp.forward.treats_tokens_alike = alike
+    plain = model.generate(**given, do_sample=False, eos_token_id=None)
+    ends = [int(token) for token in plain[:2, -20]]
+    check_same(model, drafting(method), **given, eos_token_id=ends)
+    assert drafts(model)
+
+
 def test_activated_loras_are_refused(fresh: Tiny) -> None:
     config = LoraConfig(
         r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]
