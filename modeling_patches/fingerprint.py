@@ -39,8 +39,6 @@ _IDLE_HOOKS = ("hf_spec.", "transformers.utils.output_capturing")
 ALIKE = "treats_tokens_alike"
 #: What the class of a module says of it if the model's forward does not run it.
 BESIDE = "beside_model"
-#: What a module says of itself if the model's forward does not run it.
-BESIDE = "beside_model"
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
