@@ -77,7 +77,7 @@ if not _waits:
             default=_AUTO,
             decode_batch=_generate_batch,
             batch_requests=_init_continuous_batching,
-            check_names=_check_arguments,
+            check_arguments=_check_arguments,
         )
     )
     _methods()  # registers their adapter types with PEFT

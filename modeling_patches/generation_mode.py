@@ -69,8 +69,9 @@ class Mode(NamedTuple):
         decode_batch: called like ``GenerationMixin.generate_batch`` where the first attribute is
             set.
         batch_requests: called like ``GenerationMixin.init_continuous_batching``, likewise.
-        check_names: ``check_names(model, value, kwargs)`` before a call with the first attribute
-            set, whose arguments are these; raises an error for one that belongs elsewhere.
+        check_arguments: ``check_arguments(model, value, kwargs)`` before each call with these
+            arguments, of which ``value`` is the first attribute's; raises an error for one that
+            belongs elsewhere.
     """
 
     name: str
@@ -82,7 +83,7 @@ class Mode(NamedTuple):
     default: str
     decode_batch: Callable[..., Any]
     batch_requests: Callable[..., Any]
-    check_names: Callable[[Any, Any, dict[str, Any]], None]
+    check_arguments: Callable[[Any, Any, dict[str, Any]], None]
 
     def option(self, config: Any) -> Any:
         """The option that selects it."""
@@ -178,8 +179,7 @@ def _wrap_generate(mode: Mode) -> None:
             if mode.option_of_call(self, args, kwargs) is None:
                 kwargs[switch] = mode.default
         value = mode.option_of_call(self, args, kwargs)
-        if value is not None:
-            mode.check_names(self, value, kwargs)
+        mode.check_arguments(self, value, kwargs)
         for own_name in mode.attributes:
             for name in get_close_matches(own_name, kwargs.keys() - {*mode.attributes}, 1, 0.85):
                 raise ValueError(f"generate has no argument {name!r} (did you mean {own_name!r}?).")

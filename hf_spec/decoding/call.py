@@ -21,6 +21,7 @@ from hf_spec.adapters.config import GENERATION
 from hf_spec.adapters.layer import Adapter
 from hf_spec.adapters.loading import load_unattached, waiting
 from hf_spec.cache.attention import SMALLEST
+from hf_spec.cache.tree_cache import TreeCache
 from hf_spec.core.checks import UNFIT, check_count, check_names, explained, first_line, nearest
 from hf_spec.draft.drafter import Drafter
 from hf_spec.draft.options import ACCEPTANCE_RULES, AUTO, DraftOptions, with_place
@@ -502,7 +503,10 @@ def validate_call(model: Any, config: GenerationConfig, mode_kwargs: dict[str, A
 def check_arguments(model: Any, strategy: Any, arguments: Mapping[str, Any]) -> None:
     """Raise a ValueError if an option of a strategy, or a name much like one, is an argument of a
     call of ``generate``, and no argument of ``generate`` or of the model's forward; or if what is
-    given as a cache is none."""
+    given as a cache is none. Of a call without a strategy (None), the cache alone is checked."""
+    if strategy is None:
+        _check_padding(arguments)
+        return
     for name in ("cache", "past_key_values"):
         given = arguments.get(name)
         if given is not None and not isinstance(given, Cache):
@@ -513,6 +517,21 @@ def check_arguments(model: Any, strategy: Any, arguments: Mapping[str, Any]) -> 
     forward = inspect.signature(model.forward).parameters
     own = {name: value for name, value in arguments.items() if name not in forward}
     _check_strays(strategy, own)
+
+
+def _check_padding(arguments: Mapping[str, Any]) -> None:
+    """Raise a ValueError if plain generation would go on with a TreeCache, which holds tokens only,
+    and a mask that counts their padding as columns of it."""
+    given = arguments.get("cache", arguments.get("past_key_values"))
+    mask = arguments.get("attention_mask")
+    if not isinstance(given, TreeCache) or given.tokens is None or mask is None:
+        return
+    if not bool(mask[:, : max(map(len, given.tokens))].all()):
+        raise ValueError(
+            f"attention_mask has padding among the tokens that {CACHE} holds, a TreeCache, which "
+            "leaves padding out. Leave it out of input_ids and attention_mask, too, or name a "
+            "strategy (assistant_strategy='plain' drafts nothing)."
+        )
 
 
 def _check_strays(strategy: Any, given: Mapping[str, Any]) -> None:

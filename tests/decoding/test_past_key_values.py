@@ -410,6 +410,25 @@ def test_what_cannot_be_read_or_written_is_refused(tiny: Tiny) -> None:
             change(torch.tensor([0]))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_plain_generation_goes_on_where_no_padding_was_left_out(tiny: Tiny, rows: int) -> None:
+    model = tiny()
+    inputs = padded([row.tolist() for row in prompt(9, rows)])
+    inputs = {name: torch.nn.functional.pad(own, (3, 0)) for name, own in inputs.items()}
+    out = model.generate(**inputs, **RETURNED, **LOOKUP)
+    cache, ids = out[CACHE], torch.cat([out.sequences, turn(0, rows=rows)], 1)
+    mask = torch.ones_like(ids)
+    mask[:, :3] = 0
+    expected = model.generate(ids, attention_mask=mask, **GREEDY)
+    given = {CACHE: copy.deepcopy(cache)}
+    with pytest.raises(ValueError, match="padding among the tokens.*TreeCache"):
+        model.generate(ids, attention_mask=mask, **GREEDY, **given)
+    assert torch.equal(
+        model.generate(ids[:, 3:], attention_mask=mask[:, 3:], **GREEDY, **given), expected[:, 3:]
+    )
+    check_same(model, {**LOOKUP, CACHE: cache}, ids, attention_mask=mask)
+
+
 # -- copies ----------------------------------------------------------------------------------
 
 
