@@ -346,9 +346,14 @@ class DraftModelPredictor(AssistantPredictor):
         lengths, width = [len(row) for row in rows], max(map(len, rows))
         ids = to_device([[0] * (width - len(row)) + row for row in rows], device)
         padding = to_device([width - length for length in lengths], device)
+        longest = 1 if self.translation is None else self.translation.longest
+        ends = [length + longest * left for length, left in zip(lengths, state.remaining)]
+        # A table of positions may be shorter than the text.
+        context = getattr(text, "max_position_embeddings", None) or max(ends)
         columns = torch.arange(width, device=device)
         mask = columns >= padding[:, None]
-        source, positions = DynamicCache(config=text), (columns - padding[:, None]).clamp(min=0)
+        positions = (columns - padding[:, None]).clamp(0, context - 1)
+        source = DynamicCache(config=text)
         rules = recurrent_rules(assistant)
         # A recurrent state is not continued by several tokens everywhere.
         at_once = width if rules else state.prompt_part
@@ -367,11 +372,7 @@ class DraftModelPredictor(AssistantPredictor):
         own = graphs and graphs.beside(assistant, "draft_model")
         allocator = None if own is None else graphs
         cache = TreeCache(len(source.layers), len(rows), device, allocator, rules)
-        longest = 1 if self.translation is None else self.translation.longest
-        ends = [length + longest * left for length, left in zip(lengths, state.remaining)]
         take_over(cache, source, mask, longest * max(state.remaining), seq=width)
-        # A table of positions may be shorter than the text.
-        context = getattr(text, "max_position_embeddings", None) or max(ends)
         last = to_device([min(end, context) - 1 for end in ends], device)
         if own is None:
             return Target(assistant, cache, last, beside=self.model)

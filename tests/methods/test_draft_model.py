@@ -87,6 +87,20 @@ def test_parts_of_a_prompt(tiny: Tiny, fresh: Tiny) -> None:
     assert widths[:3] == [4, 4, 4]  # the prompt and its first new token
 
 
+@pytest.mark.parametrize("given", GIVEN)
+def test_a_text_may_be_longer_than_the_assistant_s_table_of_positions(
+    tiny: Tiny, fresh: Tiny, given: str
+) -> None:
+    """As its prompt is, or as it becomes."""
+    for known in (8, 14):
+        assistant: Any = fresh("gpt2")
+        table = assistant.transformer.wpe
+        table.weight.data, table.num_embeddings = table.weight.data[:known].clone(), known
+        assistant.config.n_positions = known
+        check_same(tiny("llama"), drafts(assistant), **GIVEN[given], **GREEDY)
+        assert hf_spec.last_stats(tiny("llama")).num_drafted_tokens > 0
+
+
 @pytest.mark.parametrize("way", [{}, CAPTURED], ids=["eager", "compiled"])
 def test_continued(tiny: Tiny, way: dict[str, Any]) -> None:
     """The drafter has not seen what an earlier call has cached."""
