@@ -243,6 +243,10 @@ class RolloutHistory:
             self._used.update(used)
             self._warn(first_line(error))
 
+    def _is_own(self, path: str | Path) -> bool:
+        """Whether this is the file that holds the answers."""
+        return self.path is not None and Path(path).resolve() == Path(self.path).resolve()
+
     def _drop(self, which: Iterable[tuple[str, Any]]) -> int:
         """Drop answers by values of columns; returns the number of their tokens."""
         size = 0
@@ -262,7 +266,10 @@ class RolloutHistory:
 
     @locked
     def save(self, path: str | Path) -> None:
-        """Write the answers to an SQLite file, in one step; :meth:`load` takes them."""
+        """Write the answers to an SQLite file, in one step; :meth:`load` takes them. In the file
+        that holds them, :attr:`path`, they are already."""
+        if self._is_own(path):
+            return  # what takes its place would not get later answers
         with replacing(Path(path)) as temporary, closing(sqlite3.connect(temporary)) as file:
             self._rows.backup(file)
 
@@ -273,6 +280,8 @@ class RolloutHistory:
         Raises:
             ValueError: if it is no file that :meth:`save` has written.
         """
+        if self._is_own(path):
+            return
         place = f"{Path(path).absolute().as_uri()}?mode=ro"
         try:
             with closing(sqlite3.connect(place, uri=True)) as file, self._rows as rows:

@@ -353,6 +353,21 @@ def test_answers_on_disk(fresh: Tiny, tmp_path: Path) -> None:
     assert lengths(again, tmp_path / "others") == [24]
 
 
+@pytest.mark.parametrize("way", ["save", "load"])
+def test_answers_on_disk_are_saved_already(
+    fresh: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, history = fresh("llama"), hf_spec.RolloutHistory(path="answers")
+    rollout(model, history, prompt(12))
+    getattr(history, way)(tmp_path / "answers")
+    rollout(model, history, prompt(9))
+    del history
+    gc.collect()
+    later = hf_spec.RolloutHistory(path=tmp_path / "answers")
+    assert lengths(later, tmp_path / "others") == [24, 24], "those of later calls, too"
+
+
 def test_a_config_is_printed_and_saved(fresh: Tiny, tmp_path: Path) -> None:
     """Without the history: a checkpoint of the training generates as any other."""
     history, model = hf_spec.RolloutHistory(path=tmp_path / "answers"), fresh("llama")
