@@ -143,6 +143,26 @@ def test_refused(tiny: Tiny, fresh: Tiny) -> None:
                 model.generate(prompt(), **{**GREEDY, **spec, **given})
 
 
+@pytest.mark.parametrize(
+    ("name", "rate"), [("gpt2", "resid_pdrop"), ("llama", "attention_dropout")]
+)
+def test_dropout_is_refused_as_it_would_draw_what_tokens_are_sampled_with(
+    tiny: Tiny, name: str, rate: str
+) -> None:
+    config = copy.deepcopy(tiny(name).config)
+    for own in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
+        setattr(config, own, 0.1 if own == rate else 0.0)
+    assistant = type(tiny(name))(config)
+    assistant.generation_config.eos_token_id = None
+    sampled = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
+    with pytest.raises(ValueError, match="is in training mode, with dropout: .*Call its eval()"):
+        check_same(tiny("llama"), drafts(assistant.train()), prompt(), **sampled)
+    check_same(tiny("llama"), drafts(assistant.eval()), prompt(), **sampled)
+    setattr(assistant.config, rate, 0.0)
+    without = type(tiny(name))(assistant.config)
+    check_same(tiny("llama"), drafts(without.train()), prompt(), **sampled)
+
+
 def test_assistants_in_wrappers_draft_as_their_models_do(tiny: Tiny, fresh: Tiny) -> None:
     """A `PeftModel`, whose LoRA drafts with it, and the wrapper of `torch.compile`."""
     from peft import LoraConfig, PromptTuningConfig, get_peft_model
