@@ -171,6 +171,17 @@ def test_when_answers_are_used(fresh: Tiny) -> None:
     assert kept(rollout(model, frozen, two)) == 0, "what is not trained does not change"
 
 
+def test_calls_of_another_model_are_no_change_of_weights(fresh: Tiny) -> None:
+    """An answer would else be given again, and not another one sampled."""
+    history, model, other = hf_spec.RolloutHistory(), fresh("llama"), fresh("llama_tied")
+    first = rollout(model, history, prompt(12))
+    rollout(other, history, prompt(9))
+    second = rollout(model, history, prompt(12))
+    assert kept(second) == 0 and not torch.equal(first.sequences, second.sequences)
+    change(model, 1e-7)
+    assert kept(rollout(model, history, prompt(12))) == 21
+
+
 @pytest.mark.usefixtures("hooks_count")
 def test_hooks_that_may_tell_tokens_apart_see_one_token_at_a_time(fresh: Tiny) -> None:
     """Earlier answers are several."""
