@@ -102,7 +102,7 @@ class AnswerFile:
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         """A transaction, in which nobody else writes."""
-        place = f"{self.path.as_uri()}?mode={self._mode}"
+        place, before = f"{self.path.as_uri()}?mode={self._mode}", (self._seen, self.size)
         rows = sqlite3.connect(place, PATIENCE, isolation_level=None, uri=True)
         try:
             # A call does not wait for the disk: only a loss of power may damage the file.
@@ -110,6 +110,9 @@ class AnswerFile:
             rows.execute("begin" if self._mode == "ro" else "begin immediate")
             yield rows
             rows.execute("commit")
+        except BaseException:  # other answers will get these numbers
+            self._seen, self.size = before
+            raise
         finally:
             rows.close()
 

@@ -22,7 +22,7 @@ from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -44,8 +44,8 @@ SHARE = 3 / 4
 MAX_LENIENCE = 1000.0
 
 
-#: A row for each answer. ``round``: number of changes of the weights before it; ``seen`` grows with
-#: every answer to the same prompt; ``tokens``: int32.
+#: A row for each answer. ``round``: number of the weights that gave it; ``seen`` grows with every
+#: answer to the same prompt; ``tokens``: int32.
 SCHEMA = """
 create table if not exists answers (
     id integer primary key,
@@ -120,7 +120,8 @@ class RolloutHistory:
         check_range("fresh", self.fresh, 0.0, 1.0)
         check_range("lenience", self.lenience, 1.0, MAX_LENIENCE)
         self._round, self._last, self._warned = 0, 0, False
-        self._weights: Hashable = None
+        #: Of each model, the key of its weights, and their number, which no others have.
+        self._weights: WeakKeyDictionary[nn.Module, tuple[Hashable, int]] = WeakKeyDictionary()
         #: Of the calls that run.
         self._taken: WeakSet[Earlier] = WeakSet()
         #: Answers that were used, and that the file would not let go.
@@ -194,12 +195,9 @@ class RolloutHistory:
         self, model: nn.Module, keys: list[bytes], seeds: list[int], fresh: list[bool],
         prompts: list[int],
     ) -> Earlier:  # fmt: skip
-        trained = (x for x in model.parameters() if x.requires_grad)
-        weights = weights_version([x for x in trained if is_plain(x)])
-        self._round += weights != self._weights
-        self._weights = weights
+        round = self._number_of_weights(model)
         try:
-            left = {key: self._answers(key) for key in dict.fromkeys(keys)}
+            left = {key: self._answers(key, round) for key in dict.fromkeys(keys)}
         except sqlite3.Error as error:
             self._warn(first_line(error))
             left = {key: [] for key in keys}
@@ -209,17 +207,25 @@ class RolloutHistory:
             _Answer(array("i"), seed) if one is None or new else one.within(known)
             for one, seed, new in zip(old, seeds, fresh)
         ]
-        earlier = Earlier(self, keys, old, drafts, prompts, self._round)
+        earlier = Earlier(self, keys, old, drafts, prompts, round)
         self._taken.add(earlier)
         return earlier
 
-    def _answers(self, key: bytes) -> list[_Answer]:
+    def _number_of_weights(self, model: nn.Module) -> int:
+        trained = (x for x in model.parameters() if x.requires_grad)
+        weights = weights_version([x for x in trained if is_plain(x)])
+        if self._weights.get(model, (None, 0))[0] != weights:
+            self._round += 1
+            self._weights[model] = weights, self._round
+        return self._weights[model][1]
+
+    def _answers(self, key: bytes, round: int) -> list[_Answer]:
         """Those to a prompt that other weights gave, and no call has, the oldest first."""
         taken = {one.id for call in self._taken for one in call.old if one is not None}
         taken |= self._used
         rows = self._rows.execute(
-            "select tokens, seed, id from answers where prompt = ? and round < ? order by id",
-            (key, self._round),
+            "select tokens, seed, id from answers where prompt = ? and round != ? order by id",
+            (key, round),
         )
         found = (_Answer(array("i", tokens), *rest) for tokens, *rest in rows)
         return [one for one in found if one.id not in taken]
@@ -243,6 +249,10 @@ class RolloutHistory:
             self._used.update(used)
             self._warn(first_line(error))
 
+    def _is_own(self, path: str | Path) -> bool:
+        """Whether this is the file that holds the answers."""
+        return self.path is not None and Path(path).resolve() == Path(self.path).resolve()
+
     def _drop(self, which: Iterable[tuple[str, Any]]) -> int:
         """Drop answers by values of columns; returns the number of their tokens."""
         size = 0
@@ -262,7 +272,10 @@ class RolloutHistory:
 
     @locked
     def save(self, path: str | Path) -> None:
-        """Write the answers to an SQLite file, in one step; :meth:`load` takes them."""
+        """Write the answers to an SQLite file, in one step; :meth:`load` takes them. In the file
+        that holds them, :attr:`path`, they are already."""
+        if self._is_own(path):
+            return  # what takes its place would not get later answers
         with replacing(Path(path)) as temporary, closing(sqlite3.connect(temporary)) as file:
             self._rows.backup(file)
 
@@ -273,6 +286,8 @@ class RolloutHistory:
         Raises:
             ValueError: if it is no file that :meth:`save` has written.
         """
+        if self._is_own(path):
+            return
         place = f"{Path(path).absolute().as_uri()}?mode=ro"
         try:
             with closing(sqlite3.connect(place, uri=True)) as file, self._rows as rows:
@@ -297,7 +312,7 @@ class Earlier:
         old: the answer that each sequence replaces; None if it replaces none.
         drafts: what drafts each sequence; it has no tokens if nothing does.
         prompts: number of tokens of each prompt.
-        round: that of the weights.
+        round: number of the weights.
     """
 
     history: RolloutHistory

@@ -13,7 +13,8 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache
 
 from hf_spec.cache.attention import aligned
@@ -53,7 +54,8 @@ class AssistantPredictor(LevelPredictor):
         assistant: the causal language model that drafts, or this with the call's tokenizers.
 
     Raises:
-        ValueError: it is not a model, or has another tokenizer that the call does not give.
+        ValueError: it is not a model, has another tokenizer that the call does not give, or is in
+            training mode with dropout.
     """
 
     options: GrowOptions
@@ -78,6 +80,12 @@ class AssistantPredictor(LevelPredictor):
                 f"assistant_model={type(assistant).__name__} has lost a part of its vocabulary: "
                 "Transformers' assisted decoding with an assistant_tokenizer and do_sample=True "
                 "replaces embeddings of the assistant for good. Load it anew."
+            )
+        if _drops_out(assistant):
+            raise ValueError(
+                f"assistant_model={type(assistant).__name__} is in training mode, with dropout: it "
+                "would draft at random, and draw random numbers that tokens are sampled with. Call "
+                "its eval() first."
             )
         self.assistant, self.owner, self.beside = assistant, assistant, (assistant,)
         #: Between the tokens of two tokenizers; None if there is one.
@@ -109,6 +117,16 @@ def _check_tokenizer(model: Any, assistant: Any) -> None:
             f"{type(model).__name__}: {'; '.join(other)}. Give both, generate(tokenizer=..., "
             "assistant_tokenizer=...), or an assistant of the same family."
         )
+
+
+def _drops_out(model: nn.Module) -> bool:
+    """Whether forwards draw random numbers for dropout, of a module or of a rate."""
+    rates = (
+        [part.p] if isinstance(part, _DropoutNd)
+        else [value for name, value in vars(part).items() if "dropout" in name]
+        for part in model.modules() if part.training
+    )  # fmt: skip
+    return any(isinstance(rate, float) and rate > 0 for some in rates for rate in some)
 
 
 def _special(model: Any, name: str) -> set[int]:
@@ -346,9 +364,14 @@ class DraftModelPredictor(AssistantPredictor):
         lengths, width = [len(row) for row in rows], max(map(len, rows))
         ids = to_device([[0] * (width - len(row)) + row for row in rows], device)
         padding = to_device([width - length for length in lengths], device)
+        longest = 1 if self.translation is None else self.translation.longest
+        ends = [length + longest * left for length, left in zip(lengths, state.remaining)]
+        # A table of positions may be shorter than the text.
+        context = getattr(text, "max_position_embeddings", None) or max(ends)
         columns = torch.arange(width, device=device)
         mask = columns >= padding[:, None]
-        source, positions = DynamicCache(config=text), (columns - padding[:, None]).clamp(min=0)
+        positions = (columns - padding[:, None]).clamp(0, context - 1)
+        source = DynamicCache(config=text)
         rules = recurrent_rules(assistant)
         # A recurrent state is not continued by several tokens everywhere.
         at_once = width if rules else state.prompt_part
@@ -367,11 +390,7 @@ class DraftModelPredictor(AssistantPredictor):
         own = graphs and graphs.beside(assistant, "draft_model")
         allocator = None if own is None else graphs
         cache = TreeCache(len(source.layers), len(rows), device, allocator, rules)
-        longest = 1 if self.translation is None else self.translation.longest
-        ends = [length + longest * left for length, left in zip(lengths, state.remaining)]
         take_over(cache, source, mask, longest * max(state.remaining), seq=width)
-        # A table of positions may be shorter than the text.
-        context = getattr(text, "max_position_embeddings", None) or max(ends)
         last = to_device([min(end, context) - 1 for end in ends], device)
         if own is None:
             return Target(assistant, cache, last, beside=self.model)

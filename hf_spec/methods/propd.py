@@ -195,8 +195,9 @@ class HitRates:
     @locked
     def chances_on(self, device: torch.device) -> Tensor:
         """:attr:`chances` on a device, float32, always in the same memory."""
-        found = to_device(self.chances.astype(np.float32), device)
-        return self._on_device.setdefault(device, found).copy_(found)
+        with torch.inference_mode(False):  # written to in both modes
+            found = to_device(self.chances.astype(np.float32), device)
+            return self._on_device.setdefault(device, found).copy_(found)
 
 
 class Ranked:

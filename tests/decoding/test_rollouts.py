@@ -171,6 +171,17 @@ def test_when_answers_are_used(fresh: Tiny) -> None:
     assert kept(rollout(model, frozen, two)) == 0, "what is not trained does not change"
 
 
+def test_calls_of_another_model_are_no_change_of_weights(fresh: Tiny) -> None:
+    """An answer would else be given again, and not another one sampled."""
+    history, model, other = hf_spec.RolloutHistory(), fresh("llama"), fresh("llama_tied")
+    first = rollout(model, history, prompt(12))
+    rollout(other, history, prompt(9))
+    second = rollout(model, history, prompt(12))
+    assert kept(second) == 0 and not torch.equal(first.sequences, second.sequences)
+    change(model, 1e-7)
+    assert kept(rollout(model, history, prompt(12))) == 21
+
+
 @pytest.mark.usefixtures("hooks_count")
 def test_hooks_that_may_tell_tokens_apart_see_one_token_at_a_time(fresh: Tiny) -> None:
     """Earlier answers are several."""
@@ -351,6 +362,21 @@ def test_answers_on_disk(fresh: Tiny, tmp_path: Path) -> None:
     ours = rollout(model, again, prompt(12))
     assert torch.equal(ours.sequences, first.sequences) and kept(ours) == 21
     assert lengths(again, tmp_path / "others") == [24]
+
+
+@pytest.mark.parametrize("way", ["save", "load"])
+def test_answers_on_disk_are_saved_already(
+    fresh: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, history = fresh("llama"), hf_spec.RolloutHistory(path="answers")
+    rollout(model, history, prompt(12))
+    getattr(history, way)(tmp_path / "answers")
+    rollout(model, history, prompt(9))
+    del history
+    gc.collect()
+    later = hf_spec.RolloutHistory(path=tmp_path / "answers")
+    assert lengths(later, tmp_path / "others") == [24, 24], "those of later calls, too"
 
 
 def test_a_config_is_printed_and_saved(fresh: Tiny, tmp_path: Path) -> None:

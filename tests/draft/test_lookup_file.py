@@ -274,6 +274,24 @@ def test_answers_that_cannot_be_written_cost_nothing_else(
     assert len(texts(path)) == 2
 
 
+def test_answers_are_found_although_those_before_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while another process reads for long: then the end of a transaction fails."""
+    monkeypatch.setattr(lookup_file, "PATIENCE", 0.01)
+    path = tmp_path / "answers"
+    history = LastingHistory(path, Config())
+    history.add([[3, 4, 5]])
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("begin")
+        other.execute("select * from answers").fetchone()
+        history.add([[6, 7, 8]])
+    history.add([[9, 10, 11]])
+    assert texts(path) == [[3, 4, 5], [9, 10, 11]] and history._file.size == 6
+    assert found(history.matches([1, 9], Limits())) == [(1, [10, 11])]
+    assert not history.matches([1, 6], Limits())
+
+
 def test_models_and_paths_of_a_history(fresh: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """One for each file, however it is named."""
     monkeypatch.chdir(tmp_path)

@@ -87,6 +87,20 @@ def test_parts_of_a_prompt(tiny: Tiny, fresh: Tiny) -> None:
     assert widths[:3] == [4, 4, 4]  # the prompt and its first new token
 
 
+@pytest.mark.parametrize("given", GIVEN)
+def test_a_text_may_be_longer_than_the_assistant_s_table_of_positions(
+    tiny: Tiny, fresh: Tiny, given: str
+) -> None:
+    """As its prompt is, or as it becomes."""
+    for known in (8, 14):
+        assistant: Any = fresh("gpt2")
+        table = assistant.transformer.wpe
+        table.weight.data, table.num_embeddings = table.weight.data[:known].clone(), known
+        assistant.config.n_positions = known
+        check_same(tiny("llama"), drafts(assistant), **GIVEN[given], **GREEDY)
+        assert hf_spec.last_stats(tiny("llama")).num_drafted_tokens > 0
+
+
 @pytest.mark.parametrize("way", [{}, CAPTURED], ids=["eager", "compiled"])
 def test_continued(tiny: Tiny, way: dict[str, Any]) -> None:
     """The drafter has not seen what an earlier call has cached."""
@@ -127,6 +141,26 @@ def test_refused(tiny: Tiny, fresh: Tiny) -> None:
         for given, message in cases:
             with pytest.raises(ValueError, match=message):
                 model.generate(prompt(), **{**GREEDY, **spec, **given})
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"), [("gpt2", "resid_pdrop"), ("llama", "attention_dropout")]
+)
+def test_dropout_is_refused_as_it_would_draw_what_tokens_are_sampled_with(
+    tiny: Tiny, name: str, rate: str
+) -> None:
+    config = copy.deepcopy(tiny(name).config)
+    for own in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
+        setattr(config, own, 0.1 if own == rate else 0.0)
+    assistant = type(tiny(name))(config)
+    assistant.generation_config.eos_token_id = None
+    sampled = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
+    with pytest.raises(ValueError, match="is in training mode, with dropout: .*Call its eval()"):
+        check_same(tiny("llama"), drafts(assistant.train()), prompt(), **sampled)
+    check_same(tiny("llama"), drafts(assistant.eval()), prompt(), **sampled)
+    setattr(assistant.config, rate, 0.0)
+    without = type(tiny(name))(assistant.config)
+    check_same(tiny("llama"), drafts(without.train()), prompt(), **sampled)
 
 
 def test_assistants_in_wrappers_draft_as_their_models_do(tiny: Tiny, fresh: Tiny) -> None:

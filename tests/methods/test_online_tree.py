@@ -156,6 +156,13 @@ def test_the_next_call_goes_on(fresh: Tiny) -> None:
     assert len(hits_of(model)) == 2
 
 
+def test_hits_are_counted_in_and_outside_of_inference_mode(fresh: Tiny) -> None:
+    model = adapted(fresh())
+    for inference in (True, False, True):
+        with torch.inference_mode(inference):
+            generate(model, ROW)
+
+
 @pytest.mark.parametrize("ranks", [2, 50, 1000])  # the vocabulary has fewer tokens
 def test_options_of_the_paper(fresh: Tiny, ranks: int) -> None:
     """They reach the hits, and the output stays."""
