@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache
 
 from hf_spec.cache.attention import aligned
@@ -122,7 +121,7 @@ def _check_tokenizer(model: Any, assistant: Any) -> None:
 def _drops_out(model: nn.Module) -> bool:
     """Whether forwards draw random numbers for dropout, of a module or of a rate."""
     rates = (
-        [part.p] if isinstance(part, _DropoutNd)
+        [part.p] if isinstance(part, nn.Dropout)
         else [value for name, value in vars(part).items() if "dropout" in name]
         for part in model.modules() if part.training
     )  # fmt: skip
