@@ -7,6 +7,7 @@ and then repeat themselves; drafts are rejected and accepted alike.
 # ruff: noqa: E402
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
@@ -472,6 +473,14 @@ def sharing(model: PreTrainedModel) -> Iterator[Any]:
     assert StepSharing.of(model) is None
     assert not found.rows and not found.cached_tokens
     wait_until(lambda: not found._batches)
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Signals of Ctrl-C interrupt, also in a job of a shell's background, which ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -180,7 +180,7 @@ def test_what_is_found_out_while_loading_ends_in_one_line(
     assert message in error and error.count("\n") == 1
 
 
-def test_an_interrupt_is_said(monkeypatch, capsys):
+def test_an_interrupt_is_said(interrupts, monkeypatch, capsys):
     """Of commands that have nothing to say of their own; with Ctrl-C and with SIGTERM."""
     for raised in (signal.SIGINT, signal.SIGTERM):
         monkeypatch.setattr(

@@ -461,9 +461,7 @@ def test_a_streamer_that_calls_the_model(model: Any) -> None:
     assert len(found) == 8 and all(one == wanted for one in found)
 
 
-def test_an_interrupted_call_leaves(
-    sharing: StepSharing, model: Any, request: pytest.FixtureRequest
-) -> None:
+def test_an_interrupted_call_leaves(sharing: StepSharing, model: Any, interrupts: None) -> None:
     """Of the main thread, which a user interrupts while another one's call goes on."""
 
     class Interrupts(Fails):
@@ -474,9 +472,6 @@ def test_an_interrupted_call_leaves(
 
         def end(self) -> None: ...
 
-    # Jobs in the background ignore interrupts.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     given = {"input_ids": prompt(9), "max_new_tokens": 40, **GREEDY}
     wanted = model.generate(**given).tolist()
     at_rest(sharing)
