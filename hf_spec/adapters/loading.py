@@ -61,6 +61,14 @@ def load_into(
     if config is None:
         return original(self, model_id, adapter_name, *args, **kwargs)
     if config.peft_type != self.peft_type:
+        base = unwrapped(self)
+        layer = layer_of(base, config.type_name)
+        if layer is not None and adapter_name in layer.adapters:
+            # Of a checkpoint: PEFT saves it beside the adapter in training, and the Trainer reads
+            # all. Its options are still those of where it came from.
+            adapter: Adapter = layer.adapters[adapter_name]
+            stored = read_weights(origin.weights())
+            return adapter.load_state_dict(adapter.from_file(stored, placement(base).dtype))
         own = getattr(self.peft_type, "value", self.peft_type)
         raise ValueError(
             f"a PeftModel of type {own} loads no adapter of type {config.type_name}: load it onto "
