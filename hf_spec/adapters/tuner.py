@@ -284,8 +284,8 @@ class SpecTuner(BaseTuner):
             )
         # PeftModel passes on every argument of a forward, most of them None.
         given = {key: value for key, value in kwargs.items() if value is not None}
-        # Trainer's number of tokens is not needed: the losses are means over sequences.
-        for unused in ("num_items_in_batch", "use_cache", "return_dict"):
+        every = given.pop("num_items_in_batch", None)
+        for unused in ("use_cache", "return_dict"):
             given.pop(unused, None)
         for unknown in given.keys() - {*TrainingBatch._fields}:
             raise ValueError(
@@ -299,6 +299,12 @@ class SpecTuner(BaseTuner):
                 f"the objective of {name} returned a {type(found).__name__}: return a dict with "
                 "'loss', and 'logits' and 'labels' if accuracies are wanted."
             )
+        if every is not None:
+            # Trainer adds up what batches that are accumulated, and other processes, return: of the
+            # mean over them all this one has the share of its labels.
+            labels = (batch.labels[:, 1:] != IGNORED).sum()
+            share = labels / torch.as_tensor(every, device=labels.device).clamp(min=1)
+            found = {**found, "loss": found["loss"] * share.to(found["loss"])}
         return TrainingOutput(**found)
 
     def _is_all_that_is_trained(self) -> bool:
