@@ -90,11 +90,18 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
         if num_anchors < 1:
             raise ValueError(f"num_anchors={num_anchors}: give at least 1.")
         self.rows, self.num_anchors, self.max_length = rows, num_anchors, max_length
-        self.seed, self.random, self.epoch = seed, random, 0
+        self.seed, self.random = seed, random
+        # Shared with the workers of a data loader, which may stay for all epochs.
+        self._epoch = torch.zeros((), dtype=torch.long, device="cpu").share_memory_()
+
+    @property
+    def epoch(self) -> int:
+        """Whose anchors are drawn."""
+        return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Draw other anchors. accelerate's data loaders call this in a single process."""
-        self.epoch = epoch
+        self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
         return len(self.rows)
