@@ -191,8 +191,8 @@ def _place(args: Any, state: Any) -> Path:
 
 # -- A drafter that follows its policy -------------------------------------------------------------
 
-#: Folder of its adapter in a checkpoint.
-DRAFTER = "drafter"
+#: Folder of its adapter in a checkpoint. The Trainer takes adapters right inside for the policy's.
+DRAFTER = "hf_spec/drafter"
 #: Tokens of rollouts, with padding, that it learns from at once, but one rollout at least.
 AT_ONCE = 2048
 #: What some models read besides tokens.

@@ -24,7 +24,7 @@ from tiny_checkpoint import make_model
 from torch import Tensor
 from torch.nn import functional
 from trained import TRAININGS
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import hf_spec
 from hf_spec.adapters import loading
@@ -320,13 +320,39 @@ def test_labels_without_anchors_train(fresh: Tiny, name: str) -> None:
     torch.rand(labels.shape)  # what draws the anchors
     expected = model(**plain, anchors=anchors)["loss"]
     torch.manual_seed(0)
-    found = model(**plain, use_cache=False, num_items_in_batch=3)["loss"]
-    torch.testing.assert_close(found, expected)
+    # Of two such batches, 26 labels, this is one half.
+    found = model(**plain, use_cache=False, num_items_in_batch=torch.tensor(26))["loss"]
+    torch.testing.assert_close(found, expected / 2)
     found.backward()
     with pytest.raises(ValueError, match="position_ids among the inputs of a training step"):
         model(**plain, position_ids=mask.cumsum(-1))
     with torch.no_grad():
         assert model(**plain).logits.shape[:2] == model.eval()(**plain).logits.shape[:2] == (2, 12)
+
+
+def test_accumulated_batches_are_averaged(fresh: Tiny, tmp_path: Path) -> None:
+    """As by a Trainer of one's own, which adds up what it is given; logged losses, too."""
+    places, found = torch.tensor([2, 5, 8]), []
+    rows = [{"input_ids": ids, "labels": ids, "anchors": places} for ids in prompt(12, 4)]
+    for parts in (1, 2, 4):
+        torch.manual_seed(0)
+        config = hf_spec.MedusaConfig(num_heads=2, draft_vocab_size=0)
+        model = get_peft_model(fresh("llama"), config)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=4 // parts,
+            gradient_accumulation_steps=parts, optim="sgd", learning_rate=0.1, max_grad_norm=1.0,
+            logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+            remove_unused_columns=False,
+        )  # fmt: skip
+        training = Trainer(model, arguments, train_dataset=rows)
+        training.train()
+        (entry,) = [one for one in training.state.log_history if "loss" in one]
+        found.append((entry, active(model, "medusa").tensors()))
+    for entry, weights in found[1:]:
+        assert entry["loss"] == pytest.approx(found[0][0]["loss"], rel=1e-4)
+        assert entry["grad_norm"] == pytest.approx(found[0][0]["grad_norm"], rel=1e-4)
+        for key, one in weights.items():
+            torch.testing.assert_close(one, found[0][1][key])
 
 
 def test_labels_are_for_another_adapter_that_is_trained(fresh: Tiny) -> None:

@@ -249,10 +249,10 @@ def test_a_drafter_learns_beside_its_policy(tmp_path: Path, how: str) -> None:
     assert entries[0]["drafter/loss"] > 0 and entries[0]["drafter/time"] > 0
     files = [{path.name for path in Path(one.args.output_dir, "checkpoint-1").iterdir()}
              for one in (both, alone)]  # fmt: skip
-    assert files[0] - files[1] == {"drafter"} and not files[1] - files[0]
+    assert files[0] - files[1] == {"hf_spec"} and not files[1] - files[0]
 
     now, start = dict(both.callback._drafter.training.adapter.named_parameters()), place
-    folder = Path(both.args.output_dir, "checkpoint-3", "drafter")
+    folder = Path(both.args.output_dir, "checkpoint-3", "hf_spec", "drafter")
     fresh = copy.deepcopy(shared("llama"))
     saved, before = (load_unattached(fresh, str(one)) for one in (folder, start))
     drafts = find_active(both.model, "MEDUSA", None if attached else place)
@@ -262,19 +262,26 @@ def test_a_drafter_learns_beside_its_policy(tmp_path: Path, how: str) -> None:
     assert any(not torch.equal(one, before.get_parameter(name)) for name, one in now.items())
 
 
-def test_a_resumed_training_goes_on_with_its_drafter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_resumed_training_goes_on_with_its_drafter(tmp_path: Path, lora: bool) -> None:
+    """And with its policy, also where that is an adapter, too."""
     place = adapter_in(tmp_path / "adapter")
     spec = {"assistant_strategy": "medusa", "assistant_kwargs": {"adapter": place}}
     more = {"train_drafter": True, "drafter_share": 1.0}
-    following(tmp_path / "out", spec, **more).train()
-    again = following(tmp_path / "out", spec, **more)
+    before = following(tmp_path / "out", spec, lora=lora, **more)
+    before.train()
+    again = following(tmp_path / "out", spec, lora=lora, **more)
     training = again.callback._drafter.training
     training.learn = lambda texts: 0.0
     again.callback._drafter._share = 0.0
-    again.args.max_steps = 4
-    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
-    saved = load_unattached(shared("llama"), str(tmp_path / "out" / "checkpoint-3" / "drafter"))
-    drafts = load_unattached(again.model, place)
+    again.args.max_steps, again.args.learning_rate = 4, 0.0
+    checkpoint = tmp_path / "out" / "checkpoint-3"
+    again.train(resume_from_checkpoint=str(checkpoint))
+    for one, other in zip(before.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    saved = load_unattached(shared("llama"), str(checkpoint / integrations.DRAFTER))
+    drafts = find_active(again.model, "MEDUSA", place)
+    assert drafts is not None
     for name, one in training.adapter.named_parameters():
         assert torch.equal(one, saved.get_parameter(name))
         assert torch.equal(one, drafts.get_parameter(name))

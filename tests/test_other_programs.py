@@ -316,7 +316,7 @@ def test_trl_with_a_drafter_that_learns(kind: str, tmp_path: Path) -> None:
         policies.append([one.detach().clone() for one in model.parameters()])
         entries = [entry for entry in trainer.state.log_history if "loss" in entry]
         updates.append(sum(entry.get("drafter/updates", 0) for entry in entries))
-        assert (tmp_path / str(share) / "checkpoint-3" / "drafter").is_dir() == (share is not None)
+        assert (tmp_path / str(share) / "checkpoint-3" / "hf_spec").is_dir() == (share is not None)
     assert updates[0] == 0 < updates[1]
     assert all(map(torch.equal, *policies))
 

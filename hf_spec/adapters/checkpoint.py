@@ -29,10 +29,14 @@ FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 @dataclass(frozen=True)
 class Origin:
     """Where an adapter comes from: a folder, or a repository on the Hub, with other arguments of
-    `huggingface_hub.hf_hub_download` (subfolder, revision, token)."""
+    `huggingface_hub.hf_hub_download` (subfolder, revision, token).
+
+    The first file of a repository sets the revision to its commit, so that all files are of one
+    commit, whatever is pushed meanwhile.
+    """
 
     place: str
-    download: Mapping[str, Any] = field(default_factory=dict)
+    download: dict[str, Any] = field(default_factory=dict)
     _asked: dict[str, Path | None] = field(default_factory=dict)
 
     def file(self, name: str, ask: bool = True) -> Path | None:
@@ -54,16 +58,20 @@ class Origin:
     def _on_hub(self, name: str, ask: bool) -> Path | None:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
+        from transformers.utils.hub import extract_commit_hash
 
         download = self.download if ask else {**self.download, "local_files_only": True}
         try:
-            return Path(hf_hub_download(self.place, name, **download))
+            path = Path(hf_hub_download(self.place, name, **download))
         except RemoteEntryNotFoundError:
             return None
         except LocalEntryNotFoundError:
             if ask:
                 raise
             return None
+        if (commit := extract_commit_hash(str(path), None)) is not None:
+            self.download["revision"] = commit
+        return path
 
     def weights(self) -> Path:
         """The file of weights; a ValueError if there is none in safetensors."""

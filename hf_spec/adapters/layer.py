@@ -195,6 +195,11 @@ class SpecAdapterLayer(BaseTunerLayer, nn.Module):
         """An `nn.ModuleDict` of `Adapter`."""
         return getattr(self, self.adapter_layer_names[0])
 
+    def paths(self, name: str) -> list[str]:
+        """The names of an adapter's tensors in the base model's state dict."""
+        start = f"{CONTAINER}.{_key(self.peft_type)}.{self.adapter_layer_names[0]}.{name}"
+        return [f"{start}.{one}" for one in self.adapters[name].state_dict()]
+
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
         self._follow(() if self.disable_adapters else names)

@@ -43,8 +43,10 @@ from hf_spec.threads import locked, memory
 def load_new(original: Any, cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """`PeftModel.from_pretrained`, which attaches an adapter before it reads the weights."""
     place = kwargs["model_id"] if "model_id" in kwargs else next(iter(args), None)
-    config = kwargs.get("config")
-    _ours(None if place is None else _origin(place, kwargs), config)  # which says what is wrong
+    origin = None if place is None else _origin(place, kwargs)
+    ours = _ours(origin, kwargs.get("config"))  # which says what is wrong
+    if ours is not None and origin is not None:
+        kwargs |= origin.download  # with the commit of what was read
     with unchanged_on_error(unwrapped(model)):
         return original(cls, model, *args, **kwargs)
 
@@ -59,6 +61,14 @@ def load_into(
     if config is None:
         return original(self, model_id, adapter_name, *args, **kwargs)
     if config.peft_type != self.peft_type:
+        base = unwrapped(self)
+        layer = layer_of(base, config.type_name)
+        if layer is not None and adapter_name in layer.adapters:
+            # Of a checkpoint: PEFT saves it beside the adapter in training, and the Trainer reads
+            # all. Its options are still those of where it came from.
+            adapter: Adapter = layer.adapters[adapter_name]
+            stored = read_weights(origin.weights())
+            return adapter.load_state_dict(adapter.from_file(stored, placement(base).dtype))
         own = getattr(self.peft_type, "value", self.peft_type)
         raise ValueError(
             f"a PeftModel of type {own} loads no adapter of type {config.type_name}: load it onto "
@@ -66,6 +76,7 @@ def load_into(
             f"{str(model_id)!r}, adapter_name={adapter_name!r})."
         )
     with unchanged_on_error(unwrapped(self)), readable(origin.weights()):
+        kwargs |= origin.download  # with the commit of these weights
         result = original(self, model_id, adapter_name, *args, **kwargs)
     _note(self, adapter_name, origin)
     return result

@@ -20,6 +20,7 @@ from transformers.integrations import peft as peft_integration
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils import ModelOutput
 
+from hf_spec.adapters.checkpoint import PEFT_PREFIX
 from hf_spec.adapters.config import SpecPeftConfig, SpecPeftType
 from hf_spec.adapters.layer import (
     CONTAINER,
@@ -283,8 +284,8 @@ class SpecTuner(BaseTuner):
             )
         # PeftModel passes on every argument of a forward, most of them None.
         given = {key: value for key, value in kwargs.items() if value is not None}
-        # Trainer's number of tokens is not needed: the losses are means over sequences.
-        for unused in ("num_items_in_batch", "use_cache", "return_dict"):
+        every = given.pop("num_items_in_batch", None)
+        for unused in ("use_cache", "return_dict"):
             given.pop(unused, None)
         for unknown in given.keys() - {*TrainingBatch._fields}:
             raise ValueError(
@@ -298,6 +299,12 @@ class SpecTuner(BaseTuner):
                 f"the objective of {name} returned a {type(found).__name__}: return a dict with "
                 "'loss', and 'logits' and 'labels' if accuracies are wanted."
             )
+        if every is not None:
+            # Trainer adds up what batches that are accumulated, and other processes, return: of the
+            # mean over them all this one has the share of its labels.
+            labels = (batch.labels[:, 1:] != IGNORED).sum()
+            share = labels / torch.as_tensor(every, device=labels.device).clamp(min=1)
+            found = {**found, "loss": found["loss"] * share.to(found["loss"])}
         return TrainingOutput(**found)
 
     def _is_all_that_is_trained(self) -> bool:
@@ -313,8 +320,25 @@ class SpecTuner(BaseTuner):
         raise NotImplementedError("adapters of hf_spec replace no modules")
 
     @classmethod
-    def _get_adapter_state_dict(cls, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        return _Complete(super()._get_adapter_state_dict(*args, **kwargs))
+    def _get_adapter_state_dict(
+        cls, model: Any, config: Any, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        found = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
+        layer = layer_of(unwrapped(model), cls.type_name)
+        if layer is None:
+            return _Complete(found)
+        paths = layer.paths(adapter_name)
+        own = {key: one for key, one in found.items() if key.endswith(tuple(paths))}
+        # PEFT has left out all whose path holds the name of another adapter.
+        held = {part for path in paths for part in (PEFT_PREFIX + path).split(".")}
+        confusing = sorted(held & (model.peft_config.keys() - {adapter_name}))
+        if confusing and len(own) < len(paths):
+            raise ValueError(
+                f"adapter {adapter_name!r} cannot be saved beside one named {confusing[0]!r}, "
+                "which is a part of the names of its tensors: drop that one, "
+                f"delete_adapter({confusing[0]!r}), and load it under another name."
+            )
+        return _Complete(own)
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:

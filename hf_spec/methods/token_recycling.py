@@ -116,9 +116,12 @@ class AnswersTable:
         """Enter what the model predicts before each token of the answers."""
         hidden = token_hidden(self.model, batch.input_ids, batch.attention_mask)
         for ids, labels, states in zip(batch.input_ids, batch.labels, hidden):
-            places = (labels[1:] != IGNORED).nonzero()[:, 0].tolist()
-            if places:
-                self._learn_text(ids.to(states.device), states, places[0], places[-1] + 1)
+            places = (labels[1:] != IGNORED).nonzero()[:, 0].cpu()
+            gaps = (places.diff() > 1).nonzero()[:, 0] + 1  # between the turns of a chat
+            for answer in places.tensor_split(gaps):
+                if len(answer):
+                    first, last = int(answer[0]), int(answer[-1])
+                    self._learn_text(ids.to(states.device), states, first, last + 1)
 
     def _learn_text(self, ids: Tensor, states: Tensor, first: int, last: int) -> None:
         ids = ids.to(self.device)

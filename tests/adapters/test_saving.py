@@ -180,6 +180,39 @@ def test_a_lora_is_trained_beside_a_drafter(fresh, tmp_path, adapter, first, way
         assert tokens(again) == tokens(model.eval())
 
 
+@pytest.mark.parametrize("first", ["lora", "ours"])
+def test_a_lora_beside_a_drafter_is_resumed(fresh, tmp_path, adapter, first):
+    """The checkpoint has both; the drafter stays active, with the options of its own folder."""
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        model: Any = fresh("llama")
+        if first == "ours":
+            model.load_adapter(adapter, adapter_name="ours")
+        tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+        if first == "lora":
+            model.load_adapter(adapter, adapter_name="ours")
+        return tuned
+
+    whole, resumed = made(), made()
+    trainer(whole, tmp_path / "run").train()
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    assert (checkpoint / "ours" / "adapter_model.safetensors").is_file()
+    drafter = find_active(resumed, "MEDUSA")
+    before = {name: one.clone() for name, one in drafter.tensors().items()}
+    with torch.no_grad():
+        for one in drafter.parameters():
+            one.zero_()
+    trainer(resumed, tmp_path / "run").train(resume_from_checkpoint=str(checkpoint))
+    assert same(state(resumed), state(whole))
+    assert find_active(resumed, "MEDUSA") is drafter and same(drafter.tensors(), before)
+    assert drafter.origin.place == adapter
+    assert all("lora_" in name for name in learned(resumed))
+    # One of this name is needed for it.
+    with pytest.raises(ValueError, match="a PeftModel of type LORA loads no adapter of type MED"):
+        resumed.load_adapter(str(checkpoint / "ours"), "another")
+
+
 def test_a_merged_update_is_not_saved_as_the_base(fresh, tmp_path):
     config = hf_spec.SpaceConfig(num_mask_tokens=2, update="lora")
     folder = saved(fresh("llama"), config, tmp_path / "adapter")

@@ -89,6 +89,24 @@ def test_two_active_adapters_of_a_type_are_refused(base, kind):
         find_active(base, kind)
 
 
+@pytest.mark.parametrize("name", ["0", "layers", "type_dflash", "model", "b"])
+def test_names_of_adapters_that_are_parts_of_others(base, base_path, tmp_path, name):
+    """PEFT would leave out tensors of the other adapter: it is saved whole, or not at all."""
+    folder = saved(load(base_path), CONFIGS["DFLASH"](), tmp_path / "made")
+    model = PeftModel.from_pretrained(base, folder)
+    model.load_adapter(folder, name)
+    made = (tmp_path / "made" / "adapter_model.safetensors").read_bytes()
+    if name in ("model", "b"):
+        model.save_pretrained(tmp_path / "again")
+    else:
+        with pytest.raises(ValueError, match=f"cannot be saved beside one named '{name}'"):
+            model.save_pretrained(tmp_path / "again")
+        assert not (tmp_path / "again" / "adapter_model.safetensors").exists()
+        model.delete_adapter(name)
+        model.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "adapter_model.safetensors").read_bytes() == made
+
+
 def test_adding_keeps_others_trainable(base, kind):
     base.add_adapter(LoraConfig(target_modules=["q_proj"]), adapter_name="lora")
     base.add_adapter(CONFIGS[kind](), adapter_name="ours")

@@ -12,7 +12,7 @@ from unittest.mock import Mock, call, create_autospec
 
 import pytest
 import torch
-from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from peft import PeftModel, get_peft_model
 from running import configured
@@ -604,6 +604,40 @@ def test_push_refused(adapter, hub, capsys, error, message):
 
 
 # -- reading from the Hub ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["load_adapter", "PeftModel", "named"])
+def test_a_push_while_an_adapter_is_loaded(adapter, checkpoint, tmp_path, monkeypatch, way):
+    """All files are of the commit that the first one is of."""
+    cache = tmp_path / "cache"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(cache))
+    root = cache / "models--org--skip"
+    (root / "refs").mkdir(parents=True)
+    for commit in ("1" * 40, "2" * 40):
+        shutil.copytree(adapter, root / "snapshots" / commit)
+    (root / "refs" / "main").write_text("1" * 40)
+    found: list[Path] = []
+
+    @functools.wraps(hf_hub_download)
+    def download(*args: Any, **kwargs: Any) -> str:
+        path = hf_hub_download(*args, **kwargs)
+        found.append(Path(path).relative_to(root / "snapshots"))
+        (root / "refs" / "main").write_text("2" * 40)
+        return path
+
+    for place in ("huggingface_hub", "peft.config", "peft.utils.save_and_load"):
+        monkeypatch.setattr(f"{place}.hf_hub_download", download)
+    model = load_checkpoint(checkpoint)
+    if way == "PeftModel":
+        PeftModel.from_pretrained(model, "org/skip")
+    elif way == "load_adapter":
+        model.load_adapter("org/skip")
+    assert find_active(model, "LAYER_SKIP", "org/skip" if way == "named" else None) is not None
+    assert {path.parts for path in found} == {
+        ("1" * 40, "adapter_config.json"), ("1" * 40, "adapter_model.safetensors")
+    }  # fmt: skip
 
 
 def test_load_by_id_and_branch(adapter, checkpoint, tmp_path, monkeypatch):

@@ -70,6 +70,16 @@ def test_anchors_depend_on_seed_epoch_and_row_alone():
     assert even[0]["anchors"].tolist() == [3, 7, 12, 17, 22, 27]
 
 
+def test_workers_that_stay_draw_other_anchors_in_each_epoch():
+    data, alone = (AnswerDataset(ROWS, num_anchors=6, seed=3) for _ in range(2))
+    loader = DataLoader(data, batch_size=None, num_workers=1, persistent_workers=True)
+    for epoch in (0, 1):
+        for dataset in (data, alone):
+            dataset.set_epoch(epoch)
+        found = [example["anchors"].tolist() for example in loader]
+        assert found == [alone[index]["anchors"].tolist() for index in range(len(alone))]
+
+
 @pytest.mark.parametrize("random", [True, False])
 def test_data_are_on_the_cpu_whatever_the_default_device(random):
     data = AnswerDataset(ROWS, num_anchors=6, random=random)

@@ -111,6 +111,18 @@ def test_a_single_file_that_is_written_again(tmp_path):
     assert list(read_answers(path, make_tokenizer())) == IDS[:1]
 
 
+@pytest.mark.parametrize("package", ["hf_spec", "transformers"])
+def test_another_version_reads_texts_again(tmp_path, monkeypatch, package):
+    """It may make other tokens of them; within one they are read once."""
+    write(tmp_path / "x.jsonl", TEXTS[:1])
+    (before,) = read_answers(tmp_path, make_tokenizer())
+    other = {**before, "answer_ids": [5, END]}
+    monkeypatch.setattr("hf_spec.tools.training.dataset.encode_turns", lambda *_: [other])
+    assert list(read_answers(tmp_path, make_tokenizer())) == [before]
+    monkeypatch.setattr(f"{package}.__version__", "99.0")
+    assert list(read_answers(tmp_path, make_tokenizer())) == [other]
+
+
 def test_bos_is_for_prompts_and_eos_comes_once(tmp_path):
     tokenizer = make_tokenizer(chat=False)
     a, b = ([tokenizer.convert_tokens_to_ids(letter)] for letter in "ab")

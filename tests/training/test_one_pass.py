@@ -11,6 +11,7 @@ from tiny_checkpoint import make_model, save_checkpoint
 from trained import SETTINGS, Stop, answers, as_options, record, same, weights
 
 import hf_spec
+from hf_spec.adapters.tuner import TrainingBatch
 from hf_spec.methods.registry import methods
 from hf_spec.predict.recycling import ORDERS
 from hf_spec.target.hidden_states import NUM_READ
@@ -19,6 +20,7 @@ from hf_spec.tools.cli.train import parse_options
 from hf_spec.tools.hub import files_to_upload
 from hf_spec.tools.training import train as training
 from hf_spec.tools.training.arguments import config_fields
+from hf_spec.tools.training.dataset import AnswerDataset, collate
 from hf_spec.tools.training.train import train
 
 NAME = "token_recycling"
@@ -117,6 +119,24 @@ def test_each_context_of_the_answers_is_entered(
                 wrong.add(context)
     # Rounding decides which of two equal tokens is kept, whose later visits then count for more.
     assert len(wrong) < 0.02 * len(known)
+
+
+def test_questions_between_answers_are_not_entered() -> None:
+    """Of a chat all answers are, each behind the tokens before it."""
+    model, method = make_model(), methods()[NAME]
+    config: Any = method.adapter_config()
+    config.check_base(model)
+    learner = FIT(model, method.adapter_module.build(config, model))
+    row = {
+        "prompt_ids": [5, 6, 7, 8, 20, 21, 22, 23], "answer_ids": [9, 10, 11],
+        "earlier_answers": [[2, 4]],
+    }  # fmt: skip
+    learner.learn(TrainingBatch(**collate([AnswerDataset([row])[0]])))
+    contexts = learner.adapter().tensors()["contexts"].tolist()
+    # Those before 7 and 8, and before 9, 10 and 11.
+    ends = [[5, 6], [5, 6, 7], [21, 22, 23], [22, 23, 9], [23, 9, 10]]
+    wanted = {tuple(one[-length:]) for one in ends for length in range(1, ORDERS + 1)}
+    assert {tuple(token for token in one if token >= 0) for one in contexts} == wanted
 
 
 def test_answers_make_drafts_of_the_same_prompts_longer(tmp_path: Path) -> None:

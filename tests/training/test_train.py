@@ -138,6 +138,20 @@ def test_a_training_of_some_minutes(tmp_path, monkeypatch):
     assert made["history"][-1]["minutes"] == 1.0 and "eval_tau" in made["history"][-1]
 
 
+@pytest.mark.parametrize("keeps_best", [True, False])
+def test_the_record_says_what_the_written_weights_reach(tmp_path, keeps_best):
+    """Those of the last step, where the best checkpoint is not to be loaded."""
+    given = {"load_best_model_at_end": keeps_best, "learning_rate": 1e-2, "num_anchors": 4}
+    made = train(
+        make_model(), answers(), "medusa", tmp_path, {"num_heads": 2}, {**SETTINGS, **given}
+    )
+    taus = {entry["step"]: entry["eval_tau"] for entry in made["history"] if "eval_tau" in entry}
+    assert [*taus] == [3, 6] and taus[3] > taus[6]
+    step = made["best"]["step"]
+    assert step == (3 if keeps_best else 6) and made["best"]["eval_tau"] == taus[step]
+    assert same(weights(tmp_path), weights(tmp_path / "checkpoints" / f"checkpoint-{step}"))
+
+
 def test_the_plain_script_does_the_same(tmp_path, monkeypatch):
     """The script of the training guide, on the same data: the same weights as the command's."""
     guide = Path(__file__).parents[2] / "docs" / "guides" / "training.md"

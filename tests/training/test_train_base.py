@@ -1,6 +1,7 @@
 """A base model that is trained along with its adapter: SPACE with `update="full"`."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -85,6 +86,32 @@ def test_the_checkpoint_of_the_smallest_loss_is_kept_with_its_base(tmp_path):
     assert same(state(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), kept)
     other = load_file(tmp_path / "checkpoints" / "checkpoint-6" / "base_model.safetensors")
     assert not same(kept, other)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("--update full", "float32"), ("--update full --dtype bfloat16", "bfloat16"),
+     ("--update gated", "native")],
+)  # fmt: skip
+def test_a_base_that_is_trained_has_32_bits_by_default(tmp_path, monkeypatch, words, expected):
+    """In 16 bits most steps of its training are rounded away."""
+    (tmp_path / "d").mkdir()
+    load = Mock(side_effect=ValueError("enough"))
+    monkeypatch.setattr("hf_spec.tools.cli.train.load_model", load)
+    places = ["--model", "m", "--data", str(tmp_path / "d"), "--output", str(tmp_path / "out")]
+    assert cli.main(["train", "space", *places, *words.split()]) == 2
+    assert load.call_args.args[1] == expected
+
+
+def test_a_trained_base_computes_in_16_bits(tmp_path):
+    """Its weights, and their steps, have 32."""
+    model = make_model()
+    before = state(model)
+    settings = {**SETTINGS, "max_steps": 2, "eval_steps": 2, "bf16": True, "learning_rate": 1e-5}
+    train(model, answers(), "space", tmp_path, FULL, settings)
+    for name, one in state(model).items():
+        assert one.dtype == torch.float32
+        assert not torch.equal(one, before[name]), name
 
 
 def test_checkpoints_of_something_else_are_refused(trained, tmp_path):

@@ -437,6 +437,8 @@ def train(
     from hf_spec.tools.training.dataset import read_answers, read_provenance
 
     provenance = read_provenance(data)
+    if dtype == NATIVE and adapter_config.trains_base:
+        dtype = "float32"  # in 16 bits most steps of training are smaller than a rounding
     base, tokenizer = load_model(model, dtype, device, pack=False)
     rows = read_answers(data, tokenizer)
     if len(rows) < FEW and chosen.fit is None:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+import hf_spec
 from hf_spec.adapters.config import VOCABULARY, vocab_size
 from hf_spec.adapters.layer import layers_of
 from hf_spec.files import read_json
@@ -88,11 +90,18 @@ class AnswerDataset(Dataset[dict[str, Tensor]]):
         if num_anchors < 1:
             raise ValueError(f"num_anchors={num_anchors}: give at least 1.")
         self.rows, self.num_anchors, self.max_length = rows, num_anchors, max_length
-        self.seed, self.random, self.epoch = seed, random, 0
+        self.seed, self.random = seed, random
+        # Shared with the workers of a data loader, which may stay for all epochs.
+        self._epoch = torch.zeros((), dtype=torch.long, device="cpu").share_memory_()
+
+    @property
+    def epoch(self) -> int:
+        """Whose anchors are drawn."""
+        return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Draw other anchors. accelerate's data loaders call this in a single process."""
-        self.epoch = epoch
+        self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -206,12 +215,14 @@ def read_answers(folder: str | Path, tokenizer: Any = None) -> datasets.Dataset:
     first = next(_rows(**sources), None)
     if first is None:
         raise ValueError(f"{str(folder)!r} is empty: its files hold no rows")
-    # A tuple: datasets takes lists for parts of the data, which it shares among processes.
+    # Tuples: datasets takes lists for parts of the data, which it shares among processes.
     stats = tuple((path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
+    # Another version may make other tokens of the same texts.
+    versions = hf_spec.__version__, transformers.__version__
     try:
         with quiet():
             data = datasets.Dataset.from_generator(
-                _rows, gen_kwargs={**sources, "stats": stats}, features=_columns(first)
+                _rows, gen_kwargs={**sources, "stats": (stats, versions)}, features=_columns(first)
             )
     except datasets.exceptions.DatasetGenerationError as error:
         if isinstance(error.__cause__, ValueError):
@@ -320,7 +331,7 @@ def _files(folder: Path) -> list[Path]:
 def _rows(
     paths: Sequence[str], tokenizer: Any, distilled: bool, stats: Any = None
 ) -> Iterator[dict[str, Any]]:
-    """The rows of files; ``stats`` tells the contents of a file apart in the cache of datasets."""
+    """The rows of files; ``stats`` tells what they were made of apart in the cache of datasets."""
 
     def parse(row: Row) -> list[dict[str, Any]]:
         if set(row.fields) >= set(TOKEN_COLUMNS):

@@ -288,8 +288,10 @@ def _record(
 ) -> dict[str, Any]:  # fmt: skip
     history = [entry for entry in trainer.state.log_history if {"loss", "eval_loss"} & entry.keys()]
     evaluations = [entry for entry in history if "eval_tau" in entry]
-    saved = [entry for entry in evaluations if entry["step"] == trainer.state.best_global_step]
-    args = trainer.args
+    args, state = trainer.args, trainer.state
+    # The step of the weights that are written.
+    step = (args.load_best_model_at_end and state.best_global_step) or state.global_step
+    written = [entry for entry in evaluations if entry["step"] == step]
     return {
         "method": method.name,
         "base_model": config.base_model_name_or_path,
@@ -305,7 +307,7 @@ def _record(
             "rows": len(trainer.train_dataset), "held_out": len(trainer.eval_dataset),
             "provenance": provenance,
         },
-        "best": max(saved or evaluations, key=lambda entry: entry["eval_tau"], default=None),
+        "best": max(written, key=lambda entry: entry["eval_tau"], default=None),
         "trainable_parameters": trainer.unwrapped.get_nb_trainable_parameters()[0],
         "timed_steps": trainer.report.steps,  # those since the training was resumed
         "seconds": round(result.metrics.get("train_runtime", 0.0), 1),
