@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -147,10 +148,21 @@ class Scorer:
             suffix: ``(batch, n)`` tokens that follow each row before its processors run.
             active: rows to process; the others' scores are arbitrary.
             drafting: leave out processors that may keep a state: a draft's tokens are not yet the
-                text that they follow.
+                text that they follow. An error is one of the call only if the text goes on there.
         """
+        if not drafting:
+            return self._process(self._all, logits, suffix, active)
+        with suppress(Exception):
+            return self._process(self._drafting, logits, suffix, active)
+        return logits.float()
+
+    def _process(
+        self, parts: tuple[LogitsProcessorList, LogitsProcessorList], logits: Tensor,
+        suffix: Tensor, active: Sequence[bool],
+    ) -> Tensor:  # fmt: skip
+        """:meth:`__call__` with these processors, see :func:`_split`."""
         device, scores = logits.device, logits.float()
-        whole_batch, rowwise = self._drafting if drafting else self._all
+        whole_batch, rowwise = parts
         if not whole_batch and not rowwise:
             return scores
         scores = scores.to(self.sequences.ids.device)
