@@ -142,7 +142,8 @@ def test_the_hub_that_cannot_be_reached_is_asked_once(tmp_path, monkeypatch):
         asked.append(local_files_only)
         raise LocalEntryNotFoundError("no network")
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    for module in ("huggingface_hub", "transformers.utils.hub"):
+        monkeypatch.setattr(f"{module}.hf_hub_download", download)
     hub_logging.set_verbosity_warning()
     with pytest.raises(ValueError, match="in the local cache, and the Hub cannot be reached"):
         find_published("org/heads", WANTS)
