@@ -606,25 +606,31 @@ def test_push_refused(adapter, hub, capsys, error, message):
 # -- reading from the Hub ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["load_adapter", "PeftModel", "named"])
-def test_a_push_while_an_adapter_is_loaded(adapter, checkpoint, tmp_path, monkeypatch, way):
-    """All files are of the commit that the first one is of."""
+@pytest.fixture
+def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of ``org/skip`` in the cache of downloads; there is no network."""
     cache = tmp_path / "cache"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(cache))
     root = cache / "models--org--skip"
     (root / "refs").mkdir(parents=True)
+    return root
+
+
+@pytest.mark.parametrize("way", ["load_adapter", "PeftModel", "named"])
+def test_a_push_while_an_adapter_is_loaded(adapter, checkpoint, downloaded, monkeypatch, way):
+    """All files are of the commit that the first one is of."""
     for commit in ("1" * 40, "2" * 40):
-        shutil.copytree(adapter, root / "snapshots" / commit)
-    (root / "refs" / "main").write_text("1" * 40)
+        shutil.copytree(adapter, downloaded / "snapshots" / commit)
+    (downloaded / "refs" / "main").write_text("1" * 40)
     found: list[Path] = []
 
     @functools.wraps(hf_hub_download)
     def download(*args: Any, **kwargs: Any) -> str:
         path = hf_hub_download(*args, **kwargs)
-        found.append(Path(path).relative_to(root / "snapshots"))
-        (root / "refs" / "main").write_text("2" * 40)
+        found.append(Path(path).relative_to(downloaded / "snapshots"))
+        (downloaded / "refs" / "main").write_text("2" * 40)
         return path
 
     for place in ("huggingface_hub", "peft.config", "peft.utils.save_and_load"):
@@ -640,25 +646,19 @@ def test_a_push_while_an_adapter_is_loaded(adapter, checkpoint, tmp_path, monkey
     }  # fmt: skip
 
 
-def test_load_by_id_and_branch(adapter, checkpoint, tmp_path, monkeypatch):
+def test_load_by_id_and_branch(adapter, checkpoint, downloaded):
     """Weights, config and options are of one commit, and the output is plain decoding's.
 
     The repository is in the cache of downloads, in two revisions; there is no network.
     """
-    cache = tmp_path / "cache"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(cache))
-    root = cache / "models--org--skip"
-    (root / "refs").mkdir(parents=True)
     for name, commit, attention, draft in (("v1", "1" * 40, [1], 3), ("main", "2" * 40, [0], 5)):
         edit(adapter / "adapter_config.json", skip_attention=attention)
         options = {**OPTIONS, "num_draft_tokens": draft}
         save_spec_config(adapter, "layer_skip", options)
         text = shim_text("layer_skip", options, "LAYER_SKIP", "org/skip")
         (adapter / "custom_generate" / "generate.py").write_text(text)
-        shutil.copytree(adapter, root / "snapshots" / commit)
-        (root / "refs" / name).write_text(commit)
+        shutil.copytree(adapter, downloaded / "snapshots" / commit)
+        (downloaded / "refs" / name).write_text(commit)
     options = {"max_new_tokens": 12, "do_sample": False}
     ids = torch.tensor([[9, 8, 7, 9, 8, 7]])
     plain = load_checkpoint(checkpoint).generate(ids, **options)
